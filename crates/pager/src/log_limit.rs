@@ -41,11 +41,13 @@ impl LogLimit {
 
     /// The same for a line that is said once. One that the bound drops is said when it is due again.
     pub fn pass_once(&self, is_said: &AtomicBool) -> Option<u64> {
+        let mut lines = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if is_said.load(Ordering::Relaxed) {
             return None;
         }
-        self.pass()
-            .filter(|_| !is_said.swap(true, Ordering::Relaxed))
+        let passed = lines.pass(Instant::now());
+        is_said.store(passed.is_some(), Ordering::Relaxed);
+        passed
     }
 }
 

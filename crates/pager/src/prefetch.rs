@@ -340,7 +340,7 @@ impl Ahead<'_> {
                         match fetched {
                             Fetched::All => most = most.saturating_mul(2),
                             Fetched::Part => most = 1,
-                            Fetched::NoRoom => {
+                            Fetched::NoRoom | Fetched::Held => {
                                 waits_for_source = true;
                                 continue;
                             }

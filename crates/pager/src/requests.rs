@@ -130,6 +130,11 @@ impl Requests {
         !self.is_stalled && (asked == 0 || asked.saturating_add(pages) <= self.bulk_limit())
     }
 
+    /// Whether bulk requests have no room for another reason than their number.
+    pub(crate) fn is_bulk_held(&self) -> bool {
+        self.is_stalled || self.breaker.is_open()
+    }
+
     /// The pages that bulk requests may have in flight.
     fn bulk_limit(&self) -> u64 {
         match self.breaker.is_open() {

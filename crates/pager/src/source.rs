@@ -50,7 +50,7 @@ pub struct ReadAt {
     pub offset_bytes: u64,
     /// The first byte's home gpa.
     pub gpa: GuestAddress,
-    /// Whether a thread waits for them.
+    /// Whether a thread waits for them. (In [`Source::fill_now`] prefetch reads with either.)
     pub urgency: Urgency,
 }
 
@@ -85,9 +85,9 @@ pub trait Source: Send + Sync {
     /// in memory, or in the page cache. `None` otherwise, and after an error; the engine then makes a
     /// request. [`Filled::Poisoned`] also leads to a request.
     ///
-    /// A fault's own thread calls it before it claims the pages, and prefetch does so for its batches: of bulk urgency, for
-    /// what costs next to nothing, and of urgent urgency for what takes a processor's time, such as to decompress, where as
-    /// many bulk requests are on their way as may be. A
+    /// A fault's own thread calls it before it claims the pages, of urgent urgency. Prefetch calls it for its batches: of bulk
+    /// urgency, for content that costs next to nothing; and, when the limit of its requests is reached, of urgent urgency, for
+    /// content that costs CPU time, as to decompress does. A
     /// source that never has content at once does not touch the room, which then takes no memory.
     fn fill_now(&self, at: ReadAt, room: &mut Room<'_>) -> Option<Filled> {
         let _ = (at, room);

@@ -4,6 +4,7 @@
 
 mod support;
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use pagetide_memory::{Access, Backing, GuestAddress, HostAddress, HostRange, Urgency};
@@ -125,11 +126,13 @@ fn prefetch_installs_what_is_there_and_requests_the_rest() {
     }
 }
 
-/// Its content takes a processor's time, and no other waiting.
+/// Its content costs CPU time, and no waiting.
 #[derive(Default)]
 struct Decompressed {
     /// Not answered yet.
     requests: Mutex<Vec<Request>>,
+    /// How often it was asked for what costs nothing.
+    asked: AtomicU64,
     filled: Mutex<Vec<u64>>,
 }
 
@@ -140,6 +143,7 @@ impl Source for Decompressed {
 
     fn fill_now(&self, at: ReadAt, room: &mut Room<'_>) -> Option<Filled> {
         if at.urgency == Urgency::Bulk {
+            self.asked.fetch_add(1, Ordering::Release);
             return None;
         }
         let first = at.offset_bytes / PAGE;
@@ -166,9 +170,16 @@ fn prefetch_reads_by_itself_while_its_source_has_enough_to_do() {
     };
     let config = RegionConfig::local(Arc::clone(&region), Mode::Missing, contents);
     let pager = Pager::new().unwrap();
-    pager.add(config.in_flight_limits(limits)).unwrap();
+    let id = pager.add(config.in_flight_limits(limits)).unwrap();
+    pager.suspend(id).unwrap();
     let batch_bytes = BATCH * PAGE;
     let running = Prefetch::spawn(&pager, PrefetchConfig { batch_bytes }).unwrap();
+    // Not while the region is suspended.
+    eventually("prefetch comes back to it", || {
+        source.asked.load(Ordering::Acquire) > 2
+    });
+    assert!(source.filled.lock().unwrap().is_empty());
+    pager.resume(id).unwrap();
     eventually("all other pages", || {
         pager.progress().present == PAGES - BATCH
     });

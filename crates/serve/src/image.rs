@@ -6,6 +6,7 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
+use pagetide_memory::PageSize;
 use pagetide_pager::{InFlightLimits, Pool, PoolConfig, ServeError, Source};
 use pagetide_sources::{GuestImage, ImageSource, Location};
 
@@ -221,19 +222,21 @@ fn pool(image: &dyn GuestImage, options: &Options) -> PoolConfig {
     }
 }
 
-/// What prefetch requests ahead of a file's content, in bytes: two batches for each thread that reads ([`PoolConfig`]). There is
-/// no latency to hide, and what is decompressed waits for the VM's thread in a processor's cache.
-const BULK_BYTES_OF_FILE: u64 = 2 << 20;
+/// A batch of prefetch: a fault on a page of a batch that is being installed waits for the whole batch.
+pub(crate) const BATCH_BYTES: u64 = 256 << 10;
 
-/// The bytes of an image that are requested for a region at one time.
-pub(crate) fn in_flight_limits(image: &dyn GuestImage) -> InFlightLimits {
+/// The bytes of an image that are requested for a region at one time. Of a file, prefetch requests two batches for each thread
+/// that reads: more would hide no latency, and what is decompressed waits for the VM's thread in a processor's cache.
+pub(crate) fn in_flight_limits(image: &dyn GuestImage, page_size: PageSize) -> InFlightLimits {
     let limits = InFlightLimits::default();
-    match image.counters() {
-        None => InFlightLimits {
-            bulk_bytes: BULK_BYTES_OF_FILE,
-            ..limits
-        },
-        Some(_) => limits,
+    if image.counters().is_some() {
+        return limits;
+    }
+    let batches = 2 * PoolConfig::default().shared_threads as u64;
+    let ahead = batches * page_size.bytes().max(BATCH_BYTES);
+    InFlightLimits {
+        bulk_bytes: limits.bulk_bytes.min(ahead),
+        ..limits
     }
 }
 
@@ -365,10 +368,13 @@ mod tests {
         fs_err::write(file.path(), [1; 4096]).unwrap();
         let location = Location::Path(file.path().to_owned());
         let image = open(&location, &OpenOptions::default()).unwrap();
-        let of_file = in_flight_limits(&*image);
-        let of_store = in_flight_limits(&Stored(image));
-        assert_eq!(of_store, InFlightLimits::default());
-        assert_eq!(of_file.urgent_bytes, of_store.urgent_bytes);
-        assert_eq!(of_file.bulk_bytes, 2 << 20);
+        let of_file = |size| in_flight_limits(&*image, size).bulk_bytes;
+        let default = InFlightLimits::default();
+        assert_eq!(of_file(PageSize::Size4K), 2 << 20);
+        // Four threads can read at one time.
+        assert_eq!(of_file(PageSize::Size2M), default.bulk_bytes);
+        assert_eq!(of_file(PageSize::Size1G), default.bulk_bytes);
+        let of_store = in_flight_limits(&Stored(Arc::clone(&image)), PageSize::Size4K);
+        assert_eq!(of_store, default);
     }
 }

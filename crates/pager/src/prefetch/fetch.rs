@@ -16,6 +16,9 @@ use crate::memory::Body;
 use crate::region::{PagedRegion, Served, Supply};
 use crate::source::{Filled, LocalSource, Source};
 
+/// The longest batch that prefetch's thread reads in place of its source's threads: it sees to nothing else meanwhile.
+const MOST_READ_HERE: u64 = 4 << 20;
+
 /// The result of fetching a run of pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Fetched {
@@ -23,8 +26,10 @@ pub(super) enum Fetched {
     All,
     /// Some pages failed, or the run was not contiguous.
     Part,
-    /// Nothing was done: the region's source is stalled, or its bulk limit is reached.
+    /// Nothing was requested, because the region's bulk limit is reached.
     NoRoom,
+    /// Nothing was done, because the region's source is stalled, or answers nothing.
+    Held,
 }
 
 impl Ahead<'_> {
@@ -53,20 +58,23 @@ impl Ahead<'_> {
                 let missing = region.missing();
                 let requests = &missing.requests;
                 if requests.breaker.is_open() && !requests.has_bulk_room(window.count()) {
-                    return Ok(Fetched::NoRoom);
+                    return Ok(Fetched::Held);
                 }
                 let source = missing.source.clone();
                 drop(missing);
                 let Some(source) = source else {
                     return Ok(self.request(region, page, window));
                 };
-                if self.fill_now(region, &*source, window, Urgency::Bulk) {
+                let now = self.fill_now(region, &*source, window, Urgency::Bulk);
+                if now == Some(true) {
                     return Ok(Fetched::All);
                 }
                 let requested = self.request(region, page, window);
-                // The source has enough to do.
-                if requested == Fetched::NoRoom
-                    && self.fill_now(region, &*source, window, Urgency::Urgent)
+                let reads_itself = requested == Fetched::NoRoom
+                    && now.is_none()
+                    && region.bytes_of(window) <= MOST_READ_HERE;
+                if reads_itself
+                    && self.fill_now(region, &*source, window, Urgency::Urgent) == Some(true)
                 {
                     return Ok(Fetched::All);
                 }
@@ -178,18 +186,18 @@ impl Ahead<'_> {
         }
     }
 
-    /// Installs a batch if the source has its content without waiting. False: it has to be requested, and
-    /// what cannot be installed is then treated like what the source fails to deliver.
+    /// Installs a batch if the source has its content without waiting. `None`: it has not. False: the content could not be
+    /// installed. It then has to be requested, and is treated like what the source fails to deliver.
     fn fill_now(
         &mut self,
         region: &PagedRegion,
         source: &dyn Source,
         window: PageRange,
         urgency: Urgency,
-    ) -> bool {
+    ) -> Option<bool> {
         let pages = missing_run(region, window);
         if pages.is_empty() {
-            return true;
+            return Some(true);
         }
         let content = match mapped_now(region, source, pages, urgency) {
             Some(content) => content,
@@ -198,7 +206,7 @@ impl Ahead<'_> {
                 match fill_buffer_now(region, source, pages, urgency, buffer) {
                     Some(Filled::Bytes) => content_of(region, pages, buffer),
                     Some(Filled::Zero) => Body::Zero,
-                    Some(Filled::Poisoned) | None => return false,
+                    Some(Filled::Poisoned) | None => return None,
                 }
             }
         };
@@ -209,14 +217,17 @@ impl Ahead<'_> {
         if counters.pages > before {
             region.missing().close_breaker(&region.map);
         }
-        arrived.is_ok()
+        Some(arrived.is_ok())
     }
 
     /// Requests a batch if the bulk limit permits it.
     fn request(&mut self, region: &PagedRegion, page: PageIndex, window: PageRange) -> Fetched {
         let mut missing = region.missing();
         if !missing.requests.has_bulk_room(window.count()) {
-            return Fetched::NoRoom;
+            return match missing.requests.is_bulk_held() {
+                true => Fetched::Held,
+                false => Fetched::NoRoom,
+            };
         }
         let requested = missing.request_ahead(&region.map, page, window);
         drop(missing);

@@ -53,7 +53,7 @@ impl Ahead<'_> {
                 pace.batch_took(begun.elapsed());
                 self.report();
                 match fetched {
-                    Fetched::NoRoom => {
+                    Fetched::NoRoom | Fetched::Held => {
                         pager.changes.wait(seen_changes, WAIT_SLICE);
                         pager.tick();
                         pager.install_delivered(Urgency::Bulk);

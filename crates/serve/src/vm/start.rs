@@ -17,7 +17,7 @@ use super::recording::Checkpoint;
 use super::spaces::Spaces;
 use super::{Client, Common, End, PagedRange, Part, Vm, VmError};
 use crate::handshake::VmRegion;
-use crate::image::{ServedImage, in_flight_limits};
+use crate::image::{BATCH_BYTES, ServedImage, in_flight_limits};
 use crate::log_limit::{LogLimit, log_vm};
 use crate::memory_limit::MemoryLimit;
 use crate::metrics::Totals;
@@ -26,9 +26,6 @@ use crate::options::WorkingSetMode;
 use crate::recorder::{RECORDED, Recorder};
 use crate::sample::Sample;
 use crate::working_set_file::{LoadedSet, WorkingSetPlan};
-
-/// A batch of prefetch: a fault on a page of a batch that is being installed waits for the whole batch.
-const BATCH_BYTES: u64 = 256 << 10;
 
 /// The content beyond the end of an image: there is none.
 struct NoContent {
@@ -271,7 +268,7 @@ impl<'a> Vm<'a> {
                 Memory::Minor(file, offset_bytes) => config.memfd(Memfd { file, offset_bytes }),
                 Memory::Clone(_) => config.filled_by_source(),
             };
-            let limits = in_flight_limits(&*self.image.image);
+            let limits = in_flight_limits(&*self.image.image, region.page_size);
             let config = self.keep_map(config.in_flight_limits(limits), map_offset);
             let id = self.add_part(index, &mut attached, 0, config)?;
             self.regions.push(PagedRange {
