@@ -7,6 +7,7 @@
 
 mod script;
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
@@ -28,6 +29,13 @@ const TAKEN_FOR_GRANTED: &str = "gcc libc6-dev make";
 
 /// Where the checkout is in a root.
 const CHECKOUT: &str = "/pagetide";
+
+/// Where a root has the certificates that this machine trusts, if a variable names them: behind a proxy that ends TLS, no
+/// download succeeds without its certificate.
+const CERTIFICATES: &str = "/etc/certificates.pem";
+
+/// The variables by which this machine's user, cargo and pip name such a file.
+const CERTIFICATE_VARIABLES: [&str; 3] = ["SSL_CERT_FILE", "CARGO_HTTP_CAINFO", "PIP_CERT"];
 
 pub(super) fn run(paths: &Paths, tally: &mut Tally) -> Result<()> {
     if let Some(reason) = clean_root::unavailable()? {
@@ -56,6 +64,10 @@ fn read_readme(release: &str, log: &Path, paths: &Paths) -> Result<()> {
     let root = CleanRoot::with_apt(release, paths)?;
     let inside = |path: &str| root.directory().join(path.trim_start_matches('/'));
     copy_checkout(&inside(CHECKOUT), paths)?;
+    let certificates = certificates(|name| std::env::var_os(name));
+    if let Some(certificates) = &certificates {
+        fs::copy(certificates, inside(CERTIFICATES))?;
+    }
     let (toolchain, home) = (Toolchain::find()?, cargo_home()?);
     let packages = toolchain.packages();
     let readme = fs::read_to_string(paths.in_root("README.md"))?;
@@ -84,7 +96,7 @@ fn read_readme(release: &str, log: &Path, paths: &Paths) -> Result<()> {
         if [ -n \"$2\" ]; then mount -o remount,bind,ro \"$root$2\"; fi
         cp /etc/resolv.conf \"$root/etc/resolv.conf\" || true
         exec chroot \"$root\" /usr/bin/env -i HOME=/root LC_ALL=C.UTF-8 DEBIAN_FRONTEND=noninteractive \
-        ${http_proxy:+\"http_proxy=$http_proxy\"} ${https_proxy:+\"https_proxy=$https_proxy\"} \
+        ${http_proxy:+\"http_proxy=$http_proxy\"} ${https_proxy:+\"https_proxy=$https_proxy\"} $CERTIFICATES \
         \"CARGO_HOME=$CARGO_HOME\" CARGO_INSTALL_ROOT=/usr/local \
         \"PATH=$RUST_BIN/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin\" sh -c \"$SCRIPT\"";
     let what = format!("README's commands in a fresh {release}");
@@ -104,11 +116,30 @@ fn read_readme(release: &str, log: &Path, paths: &Paths) -> Result<()> {
         .env("CARGO_HOME", &home)
         .env("RUST_BIN", toolchain.path())
         .env("SCRIPT", script)
+        .env("CERTIFICATES", in_root(certificates.is_some()))
         .logged(log, &progress)?;
     progress.done();
     let image = inside(CHECKOUT).join("target/kernel/x86_64/bzImage");
     ensure!(image.exists(), "there is no {}", image.display());
     Ok(())
+}
+
+/// The file of certificates that a variable names.
+fn certificates(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+    let mut named = CERTIFICATE_VARIABLES
+        .iter()
+        .filter_map(|name| variable(name));
+    named.find(|file| !file.is_empty()).map(PathBuf::from)
+}
+
+/// The variables for a root's programs, as words of a shell.
+fn in_root(has_certificates: bool) -> String {
+    match has_certificates {
+        true => CERTIFICATE_VARIABLES
+            .map(|name| format!("{name}={CERTIFICATES}"))
+            .join(" "),
+        false => String::new(),
+    }
 }
 
 /// Everything but what is built, with changes that are not committed.
@@ -180,6 +211,19 @@ fn cargo_home() -> Result<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_root_trusts_whom_this_machine_trusts() {
+        let here = |name: &str| (name == "CARGO_HTTP_CAINFO").then(|| "/a.pem".into());
+        assert_eq!(certificates(here), Some("/a.pem".into()));
+        assert_eq!(certificates(|_| Some(OsString::new())), None);
+        let words = in_root(true);
+        assert!(
+            words.starts_with("SSL_CERT_FILE=/etc/certificates.pem "),
+            "{words}"
+        );
+        assert_eq!(in_root(false), "");
+    }
 
     #[test]
     fn nothing_of_this_machines_usr_is_bound() {
