@@ -60,17 +60,28 @@ pub fn eventually<L: Look>(what: &str, mut look: impl FnMut() -> L) -> L::Value 
 
 fn wait<T>(what: &str, patience: Duration, look: &mut dyn FnMut() -> Result<T, String>) -> T {
     let begun = Instant::now();
-    let mut pause = Duration::from_micros(200);
+    let mut looks = 0;
     loop {
         match look() {
             Ok(value) => return value,
             Err(seen) if begun.elapsed() >= patience => {
                 panic!("{what}: not within {patience:?}; seen at last: {seen}")
             }
-            Err(_) => thread::sleep(pause),
+            Err(_) => thread::sleep(pause(looks)),
         }
-        pause = (2 * pause).min(Duration::from_millis(5));
+        looks += 1;
     }
+}
+
+/// The pause after so many looks: soon about 4 ms, and never the same in a row. A thread that wakes every 10 ms was found awake by
+/// each second look, 5 ms after the one before, for 120 s: timers that expire together are served together.
+fn pause(looks: u32) -> Duration {
+    const LONGEST: Duration = Duration::from_millis(5);
+    /// In thousandths; the golden section, whose multiples come near no common measure.
+    const STEP: u32 = 618;
+    let first = Duration::from_micros(200).saturating_mul(1 << looks.min(10));
+    let irregular = LONGEST * (600 + looks.wrapping_mul(STEP) % 1000 * 4 / 10) / 1000;
+    first.min(irregular)
 }
 
 /// A look at a value that has to become `wanted`.
@@ -116,6 +127,20 @@ pub fn within_patience<T: Send + 'static>(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Kind: a look at intervals that what it looks at can have, too.
+    #[test]
+    fn no_period_fits_the_pauses() {
+        assert_eq!(pause(0), Duration::from_micros(200));
+        let pauses: Vec<_> = (5..205).map(pause).collect();
+        let is_usual = |pause: &Duration| (3000..5000).contains(&pause.as_micros());
+        assert!(pauses.iter().all(is_usual), "{pauses:?}");
+        let pairs = pauses.windows(2).map(|two| two[0] + two[1]);
+        let pairs: Vec<_> = pairs.collect();
+        // Longer than a timer's slack, which is 50 us.
+        let is_irregular = |two: &[Duration]| two[0].abs_diff(two[1]).as_micros() > 200;
+        assert!(pairs.windows(2).all(is_irregular), "{pairs:?}");
+    }
 
     #[test]
     fn a_state_that_comes_is_returned() {
