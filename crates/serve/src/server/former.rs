@@ -77,18 +77,8 @@ impl Server {
     /// Takes what was opened.
     pub(super) fn take_opened(&mut self) {
         for resumed in self.sockets.take() {
-            let KeptVm {
-                id: vm,
-                description,
-                ..
-            } = &resumed.kept;
-            let (vm, socket, label) = (*vm, description.socket.clone(), description.label());
-            match self.go_on(resumed) {
-                Ok(()) => {
-                    let text = "going on with a VM of a former server";
-                    log_labelled!(info, label.as_ref(), vm, socket, "{text}");
-                }
-                Err((error, resumed)) => self.sockets.give_back(*resumed, error),
+            if let Err((error, resumed)) = self.go_on(resumed) {
+                self.sockets.give_back(*resumed, error);
             }
         }
         self.sockets.update();
@@ -112,6 +102,15 @@ impl Server {
                 return false;
             };
             let (kept, offer, common) = resumed.into_parts();
+            let description = &kept.description;
+            // By the VM's own thread, so that its end is not logged before.
+            log_labelled!(
+                info,
+                description.label().as_ref(),
+                vm = kept.id,
+                socket = description.socket,
+                "going on with a VM of a former server"
+            );
             let kept = Some(kept);
             let has_ended = run(&common, &offer, Client { kept, ..client });
             drop(readers);
