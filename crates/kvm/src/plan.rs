@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use pagetide_memory::{GuestAddress, GuestRange, PageSize};
 use pagetide_uapi::generated as abi;
 
-use crate::slot::{Slot, SlotLayout};
+use crate::slot::{Slot, SlotLayout, may_exit};
 use crate::slot_calls::{Change, SlotChange};
 use crate::transaction::{SlotRef, Step};
 use crate::vm::Capabilities;
@@ -189,14 +189,19 @@ impl Work {
             if flags.readonly && flags.absent_mapping_fault {
                 return Err(PlanError::FlagsConflict { slot, range, flags });
             }
-            let has_exits = capabilities.absent_mapping_fault && capabilities.user_memory2;
-            if flags.absent_mapping_fault && !has_exits {
+            if !flags.absent_mapping_fault {
+                continue;
+            }
+            if capabilities.absent_mapping_flag().is_none() {
                 return Err(PlanError::MissingCapability {
                     slot,
                     range,
                     capability: "KVM_CAP_ABSENT_MAPPING_FAULT",
                     number: abi::KVM_CAP_ABSENT_MAPPING_FAULT,
                 });
+            }
+            if !may_exit(slots, &piece.slot.region) {
+                return Err(PlanError::NotRegistered { slot, range });
             }
         }
         pieces.sort_by_key(|piece| piece.slot.range.start());

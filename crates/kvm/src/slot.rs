@@ -14,7 +14,8 @@ use pagetide_uapi::generated::{
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct SlotFlags {
     /// Accesses to absent memory leave KVM_RUN instead of waiting for a userfaultfd
-    /// (KVM_MEM_ABSENT_MAPPING_FAULT, gated by KVM_CAP_ABSENT_MAPPING_FAULT).
+    /// (KVM_MEM_ABSENT_MAPPING_FAULT, gated by KVM_CAP_ABSENT_MAPPING_FAULT). KVM's own accesses do not: the region
+    /// has a userfaultfd as well, or the flag is refused ([`Region::is_registered`]). So give it to a pager first.
     pub absent_mapping_fault: bool,
     /// KVM records which pages the guest writes to (KVM_MEM_LOG_DIRTY_PAGES).
     pub log_dirty: bool,
@@ -58,6 +59,11 @@ impl fmt::Display for SlotFlags {
     }
 }
 
+/// Why a slot has no exits, and what to do.
+pub(crate) const UNREGISTERED: &str = "exits for absent pages need a userfaultfd for the region as well, because KVM's \
+     own accesses would fill absent pages with zeroes; give the region to a pager first, or call \
+     Region::assume_registered if the program has registered it itself";
+
 /// Why a slot was refused.
 #[derive(Debug, thiserror::Error)]
 pub enum SlotError {
@@ -75,6 +81,14 @@ pub enum SlotError {
         capability: &'static str,
         /// The capability's number.
         number: u32,
+    },
+    /// Exits are asked for, and no userfaultfd is known to be registered for the region.
+    #[error("memory slot {slot} ({range}): {UNREGISTERED}")]
+    NotRegistered {
+        /// The slot.
+        slot: u32,
+        /// Its guest-physical range.
+        range: GuestRange,
     },
     /// The slot number exceeds the kernel's maximum (KVM_CAP_NR_MEMSLOTS).
     #[error("memory slot {slot}: this kernel has slots 0 to {}", slots - 1)]
@@ -188,6 +202,15 @@ impl Slot {
 
 /// A VM's slots by their numbers.
 pub type SlotLayout = BTreeMap<u32, Slot>;
+
+/// Whether a slot of this memory may have exits. A region of which a slot has them already was registered then; once its
+/// paging has ended, no page is absent.
+pub(crate) fn may_exit(slots: &SlotLayout, region: &Arc<Region>) -> bool {
+    let mut with_exits = slots
+        .values()
+        .filter(|slot| slot.flags.absent_mapping_fault);
+    region.is_registered() || with_exits.any(|slot| Arc::ptr_eq(&slot.region, region))
+}
 
 #[cfg(test)]
 mod tests {

@@ -15,7 +15,7 @@ use crate::kick::{KickTarget, Kickable};
 use crate::os_error;
 use crate::run_page::RunPage;
 use crate::signals::{Signals, SignalsError};
-use crate::slot::{Slot, SlotError, SlotFlags, SlotLayout};
+use crate::slot::{Slot, SlotError, SlotFlags, SlotLayout, may_exit};
 use crate::slot_calls::{Change, SlotCalls};
 use crate::system::Kvm;
 use crate::transaction::SlotTransaction;
@@ -217,20 +217,26 @@ impl Inner {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Checks that the kernel supports what a slot needs.
+    /// Checks that the kernel supports what a slot needs, and that absent pages stay absent until userspace fills them.
     pub(crate) fn check(&self, slot: u32, to: &Slot) -> Result<(), SlotError> {
         let Slot { range, flags, .. } = *to;
         let slots = self.capabilities.slots;
         if slot >= slots {
             return Err(SlotError::NoSuchSlot { slot, slots });
         }
-        if flags.absent_mapping_fault && self.capabilities.absent_mapping_flag().is_none() {
+        if !flags.absent_mapping_fault {
+            return Ok(());
+        }
+        if self.capabilities.absent_mapping_flag().is_none() {
             return Err(SlotError::MissingCapability {
                 slot,
                 range,
                 capability: "KVM_CAP_ABSENT_MAPPING_FAULT",
                 number: abi::KVM_CAP_ABSENT_MAPPING_FAULT,
             });
+        }
+        if !may_exit(&self.slots(), &to.region) {
+            return Err(SlotError::NotRegistered { slot, range });
         }
         Ok(())
     }

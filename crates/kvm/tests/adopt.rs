@@ -214,6 +214,7 @@ fn a_fault_of_kvm_ioctls_is_decoded() {
         ..SlotFlags::default()
     };
     assert_eq!(exits.bits(), flag);
+    machine.data.assume_registered();
     let set = machine.vm.set_slot_flags(DATA_SLOT, exits);
     set.expect("a flag that there is");
     let own = rustix::io::dup(descriptor(theirs.fd())).expect("a descriptor");

@@ -103,6 +103,7 @@ fn a_fault_in_a_moved_slot_is_resolved_by_its_home() {
         absent_mapping_fault: true,
         ..SlotFlags::default()
     };
+    machine.data.assume_registered();
     move_a_part(&machine, Method::Quiesce, exits);
     let mut vcpu = machine.vcpu(0, 0, DATA_PAGES);
     let mut here = vcpu.bind().expect("signals work");

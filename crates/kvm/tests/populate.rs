@@ -168,6 +168,7 @@ fn memory_missing_on_the_host_is_absent() {
         absent_mapping_fault: true,
         ..SlotFlags::default()
     };
+    machine.data.assume_registered();
     vm.set_slot_flags(DATA_SLOT, exits).expect("a flag");
     assert_eq!(
         vm.populate(data(), WRITE).expect("all"),

@@ -231,6 +231,7 @@ fn slots_with_exits_are_skipped() {
         absent_mapping_fault: true,
         ..SlotFlags::default()
     };
+    machine.data.assume_registered();
     machine
         .vm
         .set_slot_flags(guest::DATA_SLOT, exits)

@@ -4,7 +4,7 @@ use std::error::Error;
 use std::sync::Arc;
 
 use pagetide_kvm::{Kvm, SlotError, SlotFlags, Vm};
-use pagetide_memory::{Backing, GuestAddress, Region};
+use pagetide_memory::{Backing, GuestAddress, Region, ServiceAccess};
 
 const MIB: u64 = 1 << 20;
 const PLAIN: SlotFlags = SlotFlags {
@@ -114,7 +114,9 @@ fn accesses_are_reported_by_kernels_with_the_series() {
 #[test]
 fn the_absent_flag_needs_its_capability_and_no_readonly() {
     let Some(vm) = vm() else { return };
-    let result = vm.add_region(0, region(0), EXITS);
+    let memory = region(0);
+    memory.assume_registered();
+    let result = vm.add_region(0, memory, EXITS);
     if !vm.capabilities().absent_mapping_fault {
         let error = result.expect_err("the kernel does not have it");
         assert!(
@@ -146,8 +148,52 @@ fn the_absent_flag_needs_its_capability_and_no_readonly() {
         readonly: true,
         ..EXITS
     };
+    let memory = region(2 * MIB);
+    memory.assume_registered();
     let error = vm
-        .add_region(1, region(2 * MIB), readonly)
+        .add_region(1, memory, readonly)
         .expect_err("not together");
     assert!(matches!(error, SlotError::Invalid { slot: 1, flags, .. } if flags == readonly));
+}
+
+/// KVM's own accesses do not exit: they would fill the holes of memory that no userfaultfd watches, for good.
+#[test]
+fn exits_need_a_registered_region() {
+    let Some(vm) = vm() else { return };
+    if !vm.capabilities().absent_mapping_fault {
+        return println!("SKIP: this kernel lacks KVM_CAP_ABSENT_MAPPING_FAULT");
+    }
+    let memory = region(0);
+    let refused = |result: Result<(), SlotError>| {
+        let error = result.expect_err("no userfaultfd is known");
+        assert!(
+            matches!(error, SlotError::NotRegistered { slot: 0, .. }),
+            "{error}"
+        );
+        let text = error.to_string();
+        assert!(text.contains("0x0..0x100000"), "{text}");
+        assert!(text.contains("give the region to a pager first"), "{text}");
+    };
+    refused(vm.add_region(0, Arc::clone(&memory), EXITS));
+    assert_eq!(vm.slot_flags(0), None);
+    vm.add_region(0, Arc::clone(&memory), PLAIN).expect("plain");
+    refused(vm.set_slot_flags(0, EXITS));
+    assert_eq!(vm.slot_flags(0), Some(PLAIN));
+    // A pager does this, before it registers the region.
+    memory
+        .begin_paging(ServiceAccess::ReadWrite)
+        .expect("it is not paged");
+    vm.set_slot_flags(0, EXITS).expect("a pager has it");
+    // What a slot has, it keeps.
+    memory.end_paging();
+    let logging = SlotFlags {
+        log_dirty: true,
+        ..EXITS
+    };
+    vm.set_slot_flags(0, logging).expect("no page is absent");
+    vm.set_slot_flags(0, PLAIN).expect("plain");
+    refused(vm.set_slot_flags(0, EXITS));
+    memory.assume_registered();
+    vm.set_slot_flags(0, EXITS)
+        .expect("the program has said so");
 }

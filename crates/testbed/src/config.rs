@@ -3,7 +3,6 @@
 use std::num::NonZeroU64;
 use std::time::Duration;
 
-use pagetide_kvm::SlotFlags;
 use pagetide_memory::{Backing, GuestAddress, GuestRange, Region, RegionError};
 use pagetide_vmm::SizeError;
 
@@ -29,8 +28,6 @@ pub struct MachineConfig {
     pub stride_bytes: Option<u64>,
     /// Whether each vCPU's thread is pinned to one host CPU, in turn among those that this thread may use.
     pub pin: bool,
-    /// Flags of the data slot.
-    pub slot_flags: SlotFlags,
     /// A run fails as stalled if no vCPU touches a page, exits or ends for this long.
     pub stall_timeout: Duration,
     /// How long the threads of a failed run have to end before they count as lost.
@@ -109,7 +106,6 @@ impl MachineConfig {
             alone: false,
             stride_bytes: None,
             pin: false,
-            slot_flags: SlotFlags::default(),
             stall_timeout: Duration::from_secs(60),
             stop_grace: Duration::from_secs(10),
         }

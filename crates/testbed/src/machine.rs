@@ -62,7 +62,7 @@ impl Machine {
                 }
                 Err(ConfigError::wrong_region(&data, bytes, config.backing).into())
             },
-            config.slot_flags,
+            SlotFlags::default(),
             &[],
         )?;
         let tsc_khz = vcpus.first().map_or(Ok(0), arch::tsc_khz)?;
@@ -128,7 +128,8 @@ impl Machine {
         self.bare.stopper.clone()
     }
 
-    /// Changes the flags of the data slot, which does not unmap anything.
+    /// Changes the flags of the data slot, which does not unmap anything. Exits need a pager, which has the data region
+    /// before.
     ///
     /// # Errors
     /// See [`SlotError`]; the slot keeps its flags.

@@ -29,21 +29,24 @@ enum Delivery {
     Exit,
 }
 
-/// Switches the delivery; false, with the reason printed, where this kernel cannot.
-fn deliver(machine: &Machine, delivery: Delivery) -> bool {
-    let absent_mapping_fault = delivery == Delivery::Exit;
-    if absent_mapping_fault && !machine.capabilities().absent_mapping_fault {
+/// Whether this kernel has the delivery. The reason why not is printed.
+fn can_deliver(machine: &Machine, delivery: Delivery) -> bool {
+    let can = delivery == Delivery::Uffd || machine.capabilities().absent_mapping_fault;
+    if !can {
         println!("SKIP: this kernel lacks KVM_CAP_ABSENT_MAPPING_FAULT");
-        return false;
     }
+    can
+}
+
+/// Switches the delivery of memory that a pager has.
+fn deliver(machine: &Machine, delivery: Delivery) {
     let flags = SlotFlags {
-        absent_mapping_fault,
+        absent_mapping_fault: delivery == Delivery::Exit,
         ..SlotFlags::default()
     };
     machine
         .set_slot_flags(flags)
         .expect("the capability is there");
-    true
 }
 
 fn pattern_source() -> impl LocalSource {
@@ -119,11 +122,12 @@ fn every_delivery_mode_and_backing_brings_the_right_content() {
                 let Some(mut machine) = machine(config) else {
                     break;
                 };
-                if !deliver(&machine, delivery) {
+                if !can_deliver(&machine, delivery) {
                     return;
                 }
                 let rig = Rig::new(&machine, mode, local(pattern_source()), fault_around);
                 let Some(rig) = rig else { break };
+                deliver(&machine, delivery);
                 let outcome = rig.run(&mut machine, &RANDOM).unwrap_or_else(|failure| {
                     panic!("{delivery:?} {mode:?} {backing}: {}", chain(&failure))
                 });
@@ -151,13 +155,14 @@ fn one_machine_runs_many_times_over_its_page_cache() {
     };
     fill(machine.data(), SEED).expect("the data region is there");
     for delivery in [Delivery::Uffd, Delivery::Exit] {
-        if !deliver(&machine, delivery) {
+        if !can_deliver(&machine, delivery) {
             return;
         }
         for fault_around in [1, 8, 1] {
             let page_cache = Contents::PageCache(Holes::AreMissing);
             let rig = Rig::new(&machine, Mode::Minor, page_cache, fault_around);
             let Some(rig) = rig else { return };
+            deliver(&machine, delivery);
             rig.run(&mut machine, &RANDOM).unwrap_or_else(|failure| {
                 panic!("{delivery:?} {fault_around}: {}", chain(&failure))
             });
@@ -185,7 +190,7 @@ fn a_source_that_fails_stops_every_vcpu_and_is_the_cause() {
         let Some(mut machine) = machine(MachineConfig::new(4, MIB)) else {
             return;
         };
-        if !deliver(&machine, delivery) {
+        if !can_deliver(&machine, delivery) {
             continue;
         }
         let gpa = machine
@@ -195,6 +200,7 @@ fn a_source_that_fails_stops_every_vcpu_and_is_the_cause() {
         let Some(rig) = Rig::new(&machine, Mode::Minor, local(Failing(gpa)), 1) else {
             return;
         };
+        deliver(&machine, delivery);
         let failure = rig
             .run(&mut machine, &RANDOM)
             .expect_err("page 100 is missing");

@@ -73,19 +73,17 @@ fn guests_run_while_prefetch_fetches_their_memory() {
             let config = MachineConfig {
                 backing,
                 overlap: true,
-                slot_flags: SlotFlags {
-                    absent_mapping_fault: exits,
-                    ..SlotFlags::default()
-                },
                 ..MachineConfig::new(2, 2 * MIB)
             };
-            let Some(mut machine) = machine_with_exits(config) else {
+            let Some(mut machine) = machine(config).filter(|machine| can_exit(machine, exits))
+            else {
                 continue;
             };
             let has_populate = machine.capabilities().populate_memory;
             let Some(pager) = pager(&machine, mode, has_populate) else {
                 return;
             };
+            set_exits(&machine, exits);
             let what = format!("{mode:?} {backing}, exits {exits}");
             let readers = Readers::spawn(&pager, ReaderConfig::new(1)).expect("threads");
             let prefetch = prefetch(&pager);
@@ -109,18 +107,24 @@ fn guests_run_while_prefetch_fetches_their_memory() {
     }
 }
 
-/// As [`machine`]; also None, with the reason printed, if the flags need exits and this kernel has none.
-fn machine_with_exits(mut config: MachineConfig) -> Option<Machine> {
-    let flags = std::mem::take(&mut config.slot_flags);
-    let machine = machine(config)?;
-    if flags.absent_mapping_fault && !machine.capabilities().absent_mapping_fault {
+/// Whether this kernel has exits, where they are asked for. The reason why not is printed.
+fn can_exit(machine: &Machine, exits: bool) -> bool {
+    let can = !exits || machine.capabilities().absent_mapping_fault;
+    if !can {
         println!("SKIP: this kernel lacks KVM_CAP_ABSENT_MAPPING_FAULT");
-        return None;
     }
+    can
+}
+
+/// Switches exits of memory that a pager has.
+fn set_exits(machine: &Machine, exits: bool) {
+    let flags = SlotFlags {
+        absent_mapping_fault: exits,
+        ..SlotFlags::default()
+    };
     machine
         .set_slot_flags(flags)
         .unwrap_or_else(|error| panic!("{}", chain(&error)));
-    Some(machine)
 }
 
 /// What accesses to data memory cost.
@@ -272,18 +276,16 @@ fn paged(
 ) -> Option<(Machine, Arc<Pager>, RegionId)> {
     let config = MachineConfig {
         backing,
-        slot_flags: SlotFlags {
-            absent_mapping_fault: delivery == Delivery::Exit,
-            ..SlotFlags::default()
-        },
         ..MachineConfig::new(vcpus, bytes / u64::from(vcpus))
     };
-    let mut machine = machine_with_exits(config)?;
+    let exits = delivery == Delivery::Exit;
+    let mut machine = machine(config).filter(|machine| can_exit(machine, exits))?;
     if !machine.capabilities().populate_memory {
         println!("SKIP: this kernel lacks KVM_CAP_POPULATE_MEMORY");
         return None;
     }
     let pager = pager(&machine, mode, populates)?;
+    set_exits(&machine, exits);
     // Data memory is absent, and skipped.
     let flags = PopulateFlags {
         write: false,

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use pagetide_kvm::{Kvm, Signals, SlotFlags};
+use pagetide_kvm::{Kvm, Signals};
 use pagetide_memory::{FaultInAccess, PageIndex, PageRange, Region};
 use pagetide_testbed::{
     self as testbed, Content, Expected, Machine, MachineConfig, RunOutcome, Touch, Workload,
@@ -79,23 +79,19 @@ impl Machines {
         let machines = Self {
             stall_timeout: stall_timeout(timing),
         };
-        let (vcpus, exits) = (plan.most_vcpus(), plan.deliveries.contains(&Delivery::Exit));
+        let vcpus = plan.most_vcpus();
         drop(
-            Machine::new(machines.config(plan, vcpus, exits))
+            Machine::new(machines.config(plan, vcpus))
                 .map_err(|source| PrepareError::Machine { vcpus, source })?,
         );
         Ok((machines, warnings))
     }
 
-    fn config(&self, plan: &Plan, vcpus: u32, exits: bool) -> MachineConfig {
+    fn config(&self, plan: &Plan, vcpus: u32) -> MachineConfig {
         MachineConfig {
             backing: plan.backing,
             overlap: plan.overlap,
             pin: plan.pin,
-            slot_flags: SlotFlags {
-                absent_mapping_fault: exits,
-                ..SlotFlags::default()
-            },
             stall_timeout: self.stall_timeout,
             ..MachineConfig::new(vcpus, plan.per_vcpu.0)
         }
@@ -111,7 +107,7 @@ impl Rig<Plan> for Machines {
             ..
         } = *job;
         let seeds = Seeds::of(job.seed);
-        let config = self.config(plan, vcpus, series.delivery == Delivery::Exit);
+        let config = self.config(plan, vcpus);
         let region = Arc::new(config.data_region().map_err(RunFailure::failed)?);
         if plan.mode == Mode::Minor || series.delivery == Delivery::None {
             fill(&region, seeds.paged).map_err(RunFailure::failed)?;

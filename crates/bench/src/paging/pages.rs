@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use pagetide_kvm::SlotFlags;
 use pagetide_memory::{GuestAddress, GuestRange, RangeError, Region};
 use pagetide_pager::{
     Contents, Counters, Holes, Pager, PatternSource, ReaderConfig, Readers, RegionConfig,
@@ -82,6 +83,13 @@ impl Paging {
         }
         let pager = Pager::new().map_err(RunFailure::failed)?;
         pager.add(config).map_err(RunFailure::failed)?;
+        if series.delivery == Delivery::Exit {
+            let exits = SlotFlags {
+                absent_mapping_fault: true,
+                ..SlotFlags::default()
+            };
+            machine.set_slot_flags(exits).map_err(RunFailure::failed)?;
+        }
         stop_when_in_trouble(&pager, &machine.stopper());
         let threads = usize::try_from(plan.readers_for(vcpus)).unwrap_or(usize::MAX);
         let readers =

@@ -123,7 +123,6 @@ fn run_with(
         seed: 1,
     };
     let mut config = MachineConfig::new(2, plan.per_vcpu.0);
-    config.slot_flags.absent_mapping_fault = delivery == Delivery::Exit;
     change(&mut config);
     let region = Arc::new(config.data_region().unwrap());
     let mut machine = Machine::with_region(config, Arc::clone(&region)).unwrap();

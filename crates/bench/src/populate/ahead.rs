@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use pagetide_kvm::SlotFlags;
 use pagetide_memory::Region;
 use pagetide_pager::{
     Contents, Holes, Mode, Pager, Prefetch, PrefetchConfig, ReaderConfig, Readers, RegionConfig,
@@ -55,6 +56,12 @@ impl Ahead {
         }
         let pager = Pager::new().map_err(RunFailure::failed)?;
         pager.add(config).map_err(RunFailure::failed)?;
+        // A reader serves the guest's faults, too, where the kernel has no exits.
+        let exits = SlotFlags {
+            absent_mapping_fault: machine.capabilities().absent_mapping_fault,
+            ..SlotFlags::default()
+        };
+        machine.set_slot_flags(exits).map_err(RunFailure::failed)?;
         stop_when_in_trouble(&pager, &machine.stopper());
         let readers = Readers::spawn(&pager, ReaderConfig::new(1)).map_err(RunFailure::failed)?;
         let exits = Paging::new(&pager, machine.config().vcpus);

@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use pagetide_kvm::{Kvm, PopulationError, PopulationProgress, PopulatorMethod, Signals, SlotFlags};
+use pagetide_kvm::{Kvm, PopulationError, PopulationProgress, PopulatorMethod, Signals};
 use pagetide_memory::{Backing, FaultInAccess};
 use pagetide_testbed::{
     Content, Expected, Machine, MachineConfig, Order, StageTwo, Touch, Workload,
@@ -32,8 +32,6 @@ const STRIDE: u64 = 4096;
 #[derive(Debug)]
 pub struct Machines {
     stall_timeout: Duration,
-    /// Whether faults on memory that is not there leave the guest; a reader serves them otherwise.
-    absent_mapping_fault: bool,
 }
 
 impl Machines {
@@ -96,11 +94,10 @@ impl Machines {
         pagetide_base::raise_descriptors();
         let machines = Self {
             stall_timeout: stall_timeout(timing),
-            absent_mapping_fault: capabilities.absent_mapping_fault,
         };
         for &backing in &plan.backings {
             warnings.extend(check_room(backing, plan.memory)?);
-            let config = machines.config(vcpus, plan.memory, backing, false);
+            let config = machines.config(vcpus, plan.memory, backing);
             let machine =
                 Machine::new(config).map_err(|source| PrepareError::Machine { vcpus, source })?;
             machine.stage_two()?;
@@ -108,19 +105,9 @@ impl Machines {
         Ok((machines, warnings))
     }
 
-    fn config(
-        &self,
-        vcpus: u32,
-        memory: ByteSize,
-        backing: Backing,
-        is_paged: bool,
-    ) -> MachineConfig {
+    fn config(&self, vcpus: u32, memory: ByteSize, backing: Backing) -> MachineConfig {
         MachineConfig {
             backing,
-            slot_flags: SlotFlags {
-                absent_mapping_fault: is_paged && self.absent_mapping_fault,
-                ..SlotFlags::default()
-            },
             alone: true,
             stride_bytes: Some(STRIDE),
             stall_timeout: self.stall_timeout,
@@ -195,7 +182,7 @@ impl Rig<Plan> for Machines {
         let memory = plan.memory;
         let seeds = Seeds::of(seed);
         let is_paged = series.method.is_paged();
-        let config = self.config(vcpus, memory, series.backing, is_paged);
+        let config = self.config(vcpus, memory, series.backing);
         let region = Arc::new(config.data_region().map_err(RunFailure::failed)?);
         fill(&region, seeds.paged).map_err(RunFailure::failed)?;
         if !is_paged {

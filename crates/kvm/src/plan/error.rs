@@ -2,7 +2,7 @@
 
 use pagetide_memory::{GuestRange, RangeError};
 
-use crate::slot::SlotFlags;
+use crate::slot::{SlotFlags, UNREGISTERED};
 use crate::transaction::SlotRef;
 
 /// Why a transaction was refused. Nothing has changed.
@@ -119,6 +119,14 @@ pub enum PlanError {
         capability: &'static str,
         /// The capability's number.
         number: u32,
+    },
+    /// Exits are asked for, and no userfaultfd is known to be registered for the region.
+    #[error("{slot} ({range}): {UNREGISTERED}")]
+    NotRegistered {
+        /// The slot.
+        slot: SlotRef,
+        /// The requested range.
+        range: GuestRange,
     },
     /// Two slots would overlap in the resulting layout.
     #[error("{slot} ({range}) and {other} ({other_range}) would overlap")]

@@ -56,10 +56,12 @@ fn region(gpa: u64, pages: u64) -> Arc<Region> {
     Arc::new(Region::new(GuestAddress(gpa), pages * PAGE, Backing::Shmem).expect("some pages"))
 }
 
-/// Slots 0 (16 pages at 0) and 3 (16 pages at 1 MiB).
+/// Slots 0 (16 pages at 0, registered with a userfaultfd) and 3 (16 pages at 1 MiB, which are not).
 fn slots() -> SlotLayout {
+    let registered = region(0, 16);
+    registered.assume_registered();
     SlotLayout::from([
-        (0, Slot::whole(region(0, 16), NONE)),
+        (0, Slot::whole(registered, NONE)),
         (3, Slot::whole(region(1 << 20, 16), LOG)),
     ])
 }

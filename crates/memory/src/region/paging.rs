@@ -24,6 +24,8 @@ pub enum ServiceAccess {
 #[derive(Debug, Default)]
 pub(super) struct Paging {
     access: Option<ServiceAccess>,
+    /// See [`Region::assume_registered`].
+    is_assumed_registered: bool,
 }
 
 impl Region {
@@ -79,6 +81,19 @@ impl Region {
     /// The use of the service mapping; `None` while the region is not paged.
     pub fn paging(&self) -> Option<ServiceAccess> {
         self.lock_paging().access
+    }
+
+    /// States that the program has registered the whole region with a userfaultfd of its own. A memory slot may then
+    /// have exits (`SlotFlags::absent_mapping_fault` of pagetide-kvm), as if a pager had the region. Nothing checks the
+    /// statement. Where it is wrong, KVM's own accesses, which do not exit, fill absent pages with zeroes, for good.
+    pub fn assume_registered(&self) {
+        self.lock_paging().is_assumed_registered = true;
+    }
+
+    /// Whether a pager has the region, or the program has called [`Region::assume_registered`].
+    pub fn is_registered(&self) -> bool {
+        let paging = self.lock_paging();
+        paging.access.is_some() || paging.is_assumed_registered
     }
 
     pub(super) fn lock_paging(&self) -> MutexGuard<'_, Paging> {

@@ -85,15 +85,9 @@ impl LinuxPaging {
         content: ContentFile,
     ) -> Result<(LinuxMachine, Self), LinuxError> {
         let mut machine = LinuxMachine::build(config, None, Some(&content))?;
-        if delivery == Delivery::Exit {
-            if !machine.vm().capabilities().absent_mapping_fault {
-                return Err(LinuxError::NoExits);
-            }
-            let flags = SlotFlags {
-                absent_mapping_fault: true,
-                ..SlotFlags::default()
-            };
-            machine.set_slot_flags(flags).map_err(SetupError::from)?;
+        let has_exits = machine.vm().capabilities().absent_mapping_fault;
+        if delivery == Delivery::Exit && !has_exits {
+            return Err(LinuxError::NoExits);
         }
         let pager = Pager::new()?;
         let content = content.finish(config.layout()?)?;
@@ -102,6 +96,13 @@ impl LinuxPaging {
             let contents = Contents::Source(Arc::<Pool>::clone(&source));
             let region = Arc::clone(region);
             pager.add(RegionConfig::local(region, Mode::Minor, contents))?;
+        }
+        if delivery == Delivery::Exit {
+            let flags = SlotFlags {
+                absent_mapping_fault: true,
+                ..SlotFlags::default()
+            };
+            machine.set_slot_flags(flags).map_err(SetupError::from)?;
         }
         abandon_when_in_trouble(&pager, &machine.stopper());
         let readers = Readers::spawn(&pager, ReaderConfig::new(1))?;

@@ -218,6 +218,21 @@ const REFUSALS: &[Refusal] = &[
         |e| matches!(e, PlanError::FlagsConflict { .. }),
         &["absent-mapping-fault, readonly", "0x0..0x10000"],
     ),
+    // KVM's own accesses would fill its holes.
+    (
+        |t| {
+            t.set_flags(3, EXITS);
+        },
+        |e| matches!(e, PlanError::NotRegistered { slot, .. } if slot.number() == Some(3)),
+        &["0x100000..0x110000", "userfaultfd", "assume_registered"],
+    ),
+    (
+        |t| {
+            t.create(region(0, 2), 0, 2 * PAGE, GuestAddress(1 << 30), EXITS);
+        },
+        |e| matches!(e, PlanError::NotRegistered { .. }),
+        &["0x40000000..0x40002000"],
+    ),
     // Only the final layout is checked: intermediate overlaps are permitted.
     (
         |t| {
@@ -264,6 +279,21 @@ fn each_refusal_names_the_slot_and_the_range() {
             );
         }
     }
+}
+
+/// Once its paging has ended, memory is not registered any more, and no page is absent.
+#[test]
+fn a_slot_that_has_exits_can_be_split_after_its_paging() {
+    let Some(vm) = vm() else { return };
+    let mut slots = slots();
+    let unregistered = slots.get_mut(&3).expect("slot 3");
+    unregistered.flags = EXITS;
+    let mut transaction = vm.transaction();
+    let [low, high] = transaction.split(3, PAGE);
+    transaction.set_flags(low, NONE);
+    let plan = transaction.plan(&slots, &ALL).expect("both may exit");
+    let exit = plan.layout.values().filter(|slot| slot.flags == EXITS);
+    assert_eq!(exit.count(), 1, "{high:?}");
 }
 
 #[test]
