@@ -7,7 +7,7 @@ mod support;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use pagetide_memory::{Access, Backing, GuestAddress, HostAddress, HostRange, Urgency};
+use pagetide_memory::{Access, Backing, GuestAddress, HostAddress, HostRange, Region, Urgency};
 use pagetide_pager::{
     Contents, Fault, Filled, InFlightLimits, Mode, Observer, Pager, Prefetch, PrefetchConfig,
     ReadAt, RegionConfig, Request, Room, Source,
@@ -60,11 +60,7 @@ impl Source for Half {
     }
 }
 
-fn serve_around(
-    region: &Arc<pagetide_memory::Region>,
-    half: &Arc<Half>,
-    around: u64,
-) -> Arc<Pager> {
+fn serve_around(region: &Arc<Region>, half: &Arc<Half>, around: u64) -> Arc<Pager> {
     let pager = Pager::new().unwrap();
     let source: Arc<dyn Source> = Arc::<Half>::clone(half);
     let contents = Contents::Source(source);
@@ -154,6 +150,23 @@ impl Source for Decompressed {
     }
 }
 
+/// A pager over memory of which so many pages may be on their way.
+fn paged_with_room_for(
+    pages: u64,
+    region: &Arc<Region>,
+    source: &Arc<impl Source + 'static>,
+) -> Arc<Pager> {
+    let source: Arc<dyn Source> = Arc::clone(source) as Arc<dyn Source>;
+    let limits = InFlightLimits {
+        bulk_bytes: pages * PAGE,
+        ..InFlightLimits::default()
+    };
+    let config = RegionConfig::local(Arc::clone(region), Mode::Missing, Contents::Source(source));
+    let pager = Pager::new().unwrap();
+    pager.add(config.in_flight_limits(limits)).unwrap();
+    pager
+}
+
 /// Kind: a thread that waits for others to do what it could do itself, and takes their work out of another processor's cache.
 #[test]
 fn prefetch_reads_by_itself_while_its_source_has_enough_to_do() {
@@ -163,14 +176,8 @@ fn prefetch_reads_by_itself_while_its_source_has_enough_to_do() {
         return;
     };
     let source = Arc::new(Decompressed::default());
-    let contents = Contents::Source(Arc::<Decompressed>::clone(&source));
-    let limits = InFlightLimits {
-        bulk_bytes: BATCH * PAGE,
-        ..InFlightLimits::default()
-    };
-    let config = RegionConfig::local(Arc::clone(&region), Mode::Missing, contents);
-    let pager = Pager::new().unwrap();
-    let id = pager.add(config.in_flight_limits(limits)).unwrap();
+    let pager = paged_with_room_for(BATCH, &region, &source);
+    let id = pager.region_ids()[0];
     pager.suspend(id).unwrap();
     let batch_bytes = BATCH * PAGE;
     let running = Prefetch::spawn(&pager, PrefetchConfig { batch_bytes }).unwrap();
@@ -190,6 +197,79 @@ fn prefetch_reads_by_itself_while_its_source_has_enough_to_do() {
     assert!(ended.is_complete);
     let rest: Vec<u64> = (BATCH..PAGES).collect();
     assert_eq!(*source.filled.lock().unwrap(), rest);
+    check_all(&region);
+}
+
+/// Kind: a thread that is busy for long with one piece of work sees to nothing else.
+#[test]
+fn prefetch_leaves_long_batches_to_the_threads_of_its_source() {
+    const BATCH: u64 = (8 << 20) / PAGE;
+    let Some(region) = region(2 * BATCH, Backing::Shmem) else {
+        return;
+    };
+    let source = Arc::new(Decompressed::default());
+    let pager = paged_with_room_for(BATCH, &region, &source);
+    let batch_bytes = BATCH * PAGE;
+    let running = Prefetch::spawn(&pager, PrefetchConfig { batch_bytes }).unwrap();
+    for batch in 1..=2 {
+        // The second batch has been looked at, and has found no room, before the first one comes.
+        eventually("a request, and a look at the next batch", || {
+            let is_requested = !source.requests.lock().unwrap().is_empty();
+            is_requested && source.asked.load(Ordering::Acquire) >= 2
+        });
+        let requests = std::mem::take(&mut *source.requests.lock().unwrap());
+        assert_eq!(requests.len(), 1, "batch {batch}");
+        requests.into_iter().for_each(complete);
+    }
+    let ended = within_patience("prefetch", move || running.finish().unwrap());
+    assert!(ended.is_complete);
+    assert!(source.filled.lock().unwrap().is_empty());
+    check_all(&region);
+}
+
+/// Says that it has all content, of which the kernel finds nothing.
+#[derive(Default)]
+struct Gone {
+    /// Not answered yet.
+    requests: Mutex<Vec<Request>>,
+    /// How often it was asked in passing, and how often for a batch to be read at once.
+    asked: [AtomicU64; 2],
+}
+
+impl Source for Gone {
+    fn submit(&self, request: Request) {
+        self.requests.lock().unwrap().push(request);
+    }
+
+    fn mapped_now(&self, at: ReadAt, bytes: u64) -> Option<HostRange> {
+        let asked = &self.asked[usize::from(at.urgency == Urgency::Urgent)];
+        asked.fetch_add(1, Ordering::Release);
+        HostRange::new(HostAddress(1 << 46), usize::try_from(bytes).unwrap()).ok()
+    }
+}
+
+/// Kind: what has just failed is tried again at once, by the same way.
+#[test]
+fn what_could_not_be_installed_is_requested_and_not_read_again() {
+    const BATCH: u64 = 8;
+    let Some(region) = region(2 * BATCH, Backing::Anonymous) else {
+        return;
+    };
+    let source = Arc::new(Gone::default());
+    let pager = paged_with_room_for(BATCH, &region, &source);
+    let batch_bytes = BATCH * PAGE;
+    let running = Prefetch::spawn(&pager, PrefetchConfig { batch_bytes }).unwrap();
+    for _ in 0..2 {
+        eventually("a request, and a look at the next batch", || {
+            let is_requested = !source.requests.lock().unwrap().is_empty();
+            is_requested && source.asked[0].load(Ordering::Acquire) >= 2
+        });
+        let requests = std::mem::take(&mut *source.requests.lock().unwrap());
+        requests.into_iter().for_each(complete);
+    }
+    let ended = within_patience("prefetch", move || running.finish().unwrap());
+    assert!(ended.is_complete);
+    assert_eq!(source.asked[1].load(Ordering::Acquire), 0);
     check_all(&region);
 }
 
