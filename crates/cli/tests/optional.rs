@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
 use pagetide_test_support::{PATIENCE, eventually};
+use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
 /// A server, and the directory in which it runs.
@@ -64,9 +65,7 @@ impl Server {
 
     /// Sends SIGTERM; the status with which it ends.
     fn end(mut self) -> Option<i32> {
-        let pid = self.child.id().to_string();
-        let sent = Command::new("kill").args(["-s", "TERM", &pid]).status();
-        assert!(sent.expect("kill is there").success());
+        kill_process(Pid::from_child(&self.child), Signal::TERM).expect("the child is there");
         eventually("its end", || self.child.try_wait().expect("a child")).code()
     }
 }

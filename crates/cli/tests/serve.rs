@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
 
 use pagetide_test_support::{PATIENCE, eventually};
+use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
 #[path = "serve/file.rs"]
@@ -94,10 +95,8 @@ fn logged(file: &Path, wanted: &str) -> String {
     })
 }
 
-fn signal(child: &Child, name: &str) {
-    let pid = child.id().to_string();
-    let sent = Command::new("kill").args(["-s", name, &pid]).status();
-    assert!(sent.expect("kill is there").success());
+fn signal(child: &Child, signal: Signal) {
+    kill_process(Pid::from_child(child), signal).expect("the child is there");
 }
 
 fn assert_refused(output: &Output, wanted: &str) {
@@ -206,9 +205,9 @@ fn a_check_makes_no_directory_for_working_sets() {
 #[test]
 fn sigterm_ends_it_with_0_and_removes_the_socket() {
     let place = Place::new();
-    for name in ["TERM", "INT"] {
+    for number in [Signal::TERM, Signal::INT] {
         let mut child = place.start(&["--log", "json"]);
-        signal(&child, name);
+        signal(&child, number);
         assert_eq!(ended(&mut child).code(), Some(0));
         assert!(!place.path("socket").exists());
         let messages = fs::read_to_string(place.path("log")).expect("UTF-8");
@@ -229,7 +228,7 @@ fn sigterm_ends_a_server_that_waits_for_a_silent_store() {
     let binding = format!("{}=http://{address}/image", place.path("socket").display());
     let mut child = place.command(&[&binding]).spawn().expect("it starts");
     let (_silent, _) = store.accept().expect("a request");
-    signal(&child, "TERM");
+    signal(&child, Signal::TERM);
     assert_eq!(ended(&mut child).code(), Some(0));
 }
 
@@ -255,10 +254,10 @@ fn a_silent_store_at_sighup_holds_up_neither_vms_nor_the_end() {
     let socket = place.path("socket");
     eventually("the socket", || socket.exists());
     sockets(&format!("\"other\" = \"http://{address}/image\"\n"));
-    signal(&child, "HUP");
+    signal(&child, Signal::HUP);
     let (_silent, _) = store.accept().expect("a request");
     assert!(is_served(&socket));
-    signal(&child, "TERM");
+    signal(&child, Signal::TERM);
     assert_eq!(ended(&mut child).code(), Some(0));
     assert!(!socket.exists());
     // It has not waited until it gave the store up.
@@ -272,12 +271,12 @@ fn a_silent_store_at_sighup_holds_up_neither_vms_nor_the_end() {
 fn sighup_without_a_file_says_that_the_options_stay() {
     let place = Place::new();
     let mut child = place.start(&[]);
-    signal(&child, "HUP");
+    signal(&child, Signal::HUP);
     let log = place.path("log");
     logged(&log, "images and sockets are looked at again");
     let log = fs::read_to_string(log).expect("UTF-8");
     assert!(log.contains("there is no file of options"), "{log}");
-    signal(&child, "TERM");
+    signal(&child, Signal::TERM);
     assert_eq!(ended(&mut child).code(), Some(0));
 }
 
@@ -295,7 +294,7 @@ fn too_few_descriptors_for_all_vms_are_told_at_the_start() {
             .spawn()
             .expect("it starts");
         logged(&log, "listening");
-        signal(&child, "TERM");
+        signal(&child, Signal::TERM);
         assert_eq!(ended(&mut child).code(), Some(0));
         let log = fs::read_to_string(&log).expect("UTF-8");
         let told = log.lines().find(|line| line.contains("LimitNOFILE="));
@@ -327,7 +326,7 @@ fn a_socket_that_a_killed_server_left_is_used_again() {
         .output()
         .expect("it starts");
     assert_refused(&second, "another process listens");
-    signal(&child, "TERM");
+    signal(&child, Signal::TERM);
     assert_eq!(ended(&mut child).code(), Some(0));
 }
 
@@ -364,7 +363,7 @@ fn a_service_managers_socket_without_a_binding_is_named() {
         .spawn()
         .expect("it starts");
     eventually("the server", || is_served(&place.path("socket")));
-    signal(&child, "TERM");
+    signal(&child, Signal::TERM);
     let mut log = String::new();
     let stderr = child.stderr.as_mut().expect("it is piped");
     stderr.read_to_string(&mut log).expect("UTF-8");
@@ -420,13 +419,13 @@ fn a_service_manager_is_told_of_a_reload_and_of_its_end() {
         ),
     ] {
         fs::write(place.path("serve.toml"), text).expect("a temporary file");
-        signal(&child, "HUP");
+        signal(&child, Signal::HUP);
         let told = messages.next();
         let time = told.strip_prefix("RELOADING=1\nMONOTONIC_USEC=");
         assert!(time.is_some_and(|us| us.parse::<u64>().is_ok()), "{told}");
         assert_eq!(messages.next(), "READY=1");
     }
-    signal(&child, "TERM");
+    signal(&child, Signal::TERM);
     // A unit whose TimeoutStopSec= is shorter waits as long as the drain may take.
     assert_eq!(messages.next(), "STOPPING=1\nEXTEND_TIMEOUT_USEC=66500000");
     assert_eq!(ended(&mut child).code(), Some(0));
@@ -447,7 +446,7 @@ fn a_service_managers_socket_is_used_and_it_is_told() {
         .expect("it starts");
     assert!(messages.next().contains("READY=1"));
     assert!(is_served(&socket));
-    signal(&child, "TERM");
+    signal(&child, Signal::TERM);
     assert!(messages.next().contains("STOPPING=1"));
     assert_eq!(ended(&mut child).code(), Some(0));
     assert!(socket.exists(), "it is the service manager's");
@@ -471,7 +470,7 @@ fn what_a_service_manager_has_stored_is_taken_back() {
         .spawn()
         .expect("it starts");
     eventually("the server", || is_served(&place.path("socket")));
-    signal(&child, "TERM");
+    signal(&child, Signal::TERM);
     let mut log = String::new();
     let stderr = child.stderr.as_mut().expect("it is piped");
     stderr.read_to_string(&mut log).expect("UTF-8");
@@ -508,7 +507,7 @@ fn metrics_are_served_at_a_unix_socket_and_at_a_port() {
     );
     assert!(get(unix(&path), "/health").contains("ok"));
     assert!(get(unix(&path), "/else").starts_with("HTTP/1.1 404"));
-    signal(&child, "TERM");
+    signal(&child, Signal::TERM);
     assert_eq!(ended(&mut child).code(), Some(0));
     assert!(!path.exists());
 
@@ -525,7 +524,7 @@ fn metrics_are_served_at_a_unix_socket_and_at_a_port() {
     let address = line["address"].as_str().expect("the metrics' address");
     let answer = get(TcpStream::connect(address).expect("it listens"), "/metrics");
     assert!(answer.contains("pagetide_faults_total 0"), "{answer}");
-    signal(&child, "TERM");
+    signal(&child, Signal::TERM);
     assert_eq!(ended(&mut child).code(), Some(0));
 }
 
@@ -570,7 +569,7 @@ fn system_calls_are_filtered_on_all_threads_unless_that_is_off() {
             }
         });
         assert!(is_served(&place.path("socket")));
-        signal(&child, "TERM");
+        signal(&child, Signal::TERM);
         assert_eq!(ended(&mut child).code(), Some(0));
     }
 }

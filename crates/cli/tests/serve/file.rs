@@ -7,6 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use pagetide_test_support::eventually;
+use rustix::process::Signal;
 
 use super::{Place, assert_refused, ended, is_served, logged, signal};
 
@@ -101,7 +102,7 @@ fn a_file_has_the_options_and_is_read_again_at_sighup() {
     assert_eq!(mode & 0o777, 0o640);
 
     write(&sockets(&[&first, &second]));
-    signal(&child, "HUP");
+    signal(&child, Signal::HUP);
     eventually("the second socket", || second.exists());
     assert!(is_served(&first) && is_served(&second));
 
@@ -109,7 +110,7 @@ fn a_file_has_the_options_and_is_read_again_at_sighup() {
         "prefetch = \"off\"\nsocket-mode = \"600\"\nmetrics = \"localhost:0\"\n{}",
         sockets(&[&first, &second])
     ));
-    signal(&child, "HUP");
+    signal(&child, Signal::HUP);
     logged(&log, "metrics, socket-mode (of open sockets)");
 
     // None of these changes anything.
@@ -121,7 +122,7 @@ fn a_file_has_the_options_and_is_read_again_at_sighup() {
         ),
     ] {
         write(bad);
-        signal(&child, "HUP");
+        signal(&child, Signal::HUP);
         logged(&log, wanted);
     }
     assert!(is_served(&first) && is_served(&second));
@@ -130,12 +131,12 @@ fn a_file_has_the_options_and_is_read_again_at_sighup() {
         "{}{third:?} = \"/no/such/image\"\n",
         sockets(&[&second])
     ));
-    signal(&child, "HUP");
+    signal(&child, Signal::HUP);
     let line = logged(&log, "/no/such/image does not exist");
     assert!(line.contains("it is tried again"), "{line}");
     eventually("the first socket's end", || !first.exists());
     assert!(is_served(&second) && !third.exists());
-    signal(&child, "TERM");
+    signal(&child, Signal::TERM);
     assert_eq!(ended(&mut child).code(), Some(0));
     let messages = fs::read_to_string(&log).expect("UTF-8");
     assert!(!messages.contains('\u{1b}'), "colours are for terminals");
@@ -210,10 +211,10 @@ fn a_socket_of_the_file_may_have_options_of_its_own() {
     eventually("the other socket's mode", || has_mode(&other, 0o600));
     assert!(is_served(&socket) && is_served(&other));
     write("660");
-    signal(&child, "HUP");
+    signal(&child, Signal::HUP);
     eventually("the socket's new mode", || has_mode(&socket, 0o660));
     eventually("the socket", || is_served(&socket));
-    signal(&child, "TERM");
+    signal(&child, Signal::TERM);
     assert_eq!(ended(&mut child).code(), Some(0));
 }
 
@@ -234,7 +235,7 @@ fn a_file_has_once_the_log_and_a_size_in_bytes() {
     eventually("the socket", || socket.exists());
     let once = format!("once = true\n{text}");
     fs::write(place.path("serve.toml"), once).expect("a temporary file");
-    signal(&child, "HUP");
+    signal(&child, Signal::HUP);
     // The last VM ends the server when the file was read; a bad message ends a VM.
     eventually("the server's end", || {
         let connected = UnixStream::connect(&socket);

@@ -4,6 +4,7 @@ use std::fs;
 use std::net::TcpListener;
 
 use pagetide_test_support::{Sleeper, eventually, within_patience};
+use rustix::process::Signal;
 
 use super::guest::Guest;
 use super::{Place, assert_refused, ended, signal};
@@ -50,7 +51,7 @@ fn metrics_and_a_control_socket_that_are_not_to_be_had_keep_no_vm_asleep() {
         assert!(log.contains(&wanted), "{wanted:?} is not in {log}");
     }
     drop(stream);
-    signal(&child, "TERM");
+    signal(&child, Signal::TERM);
     assert_eq!(ended(&mut child).code(), Some(0));
     let keeper = place.path("state/keeper.sock");
     eventually("the keeper's end", || !keeper.exists());

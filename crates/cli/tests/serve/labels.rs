@@ -4,6 +4,7 @@ use std::fs;
 
 use pagetide_serve::native::label::VmLabel;
 use pagetide_test_support::within_patience;
+use rustix::process::Signal;
 use serde_json::Value;
 
 use super::guest::Guest;
@@ -25,7 +26,7 @@ fn lines(form: &[&str]) -> Option<[String; 2]> {
         // The answer comes before the line.
         logged(&place.path("log"), "VM ended");
     }
-    signal(&child, "TERM");
+    signal(&child, Signal::TERM);
     assert_eq!(ended(&mut child).code(), Some(0));
     let log = fs::read_to_string(place.path("log")).expect("UTF-8");
     let mut ends = log.lines().filter(|line| line.contains("VM ended"));

@@ -4,6 +4,7 @@ use std::fs;
 use std::process::Child;
 
 use pagetide_test_support::{eventually, within_patience};
+use rustix::process::Signal;
 
 use super::guest::Guest;
 use super::{Place, ended, signal};
@@ -48,6 +49,6 @@ fn an_image_without_vms_has_no_threads() {
         0 => Ok(()),
         more => Err(more),
     });
-    signal(&child, "TERM");
+    signal(&child, Signal::TERM);
     assert_eq!(ended(&mut child).code(), Some(0));
 }

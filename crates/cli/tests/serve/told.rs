@@ -5,6 +5,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::process::{Command, Output};
 
 use pagetide_test_support::eventually;
+use rustix::process::Signal;
 
 use super::{Place, assert_refused, ended, get, is_served, signal, unix};
 
@@ -85,7 +86,7 @@ fn a_server_is_told_what_to_serve() {
     let ready = get(unix(&place.path("metrics")), "/ready");
     assert!(ready.starts_with("HTTP/1.1 503"), "{ready}");
 
-    signal(&child, "TERM");
+    signal(&child, Signal::TERM);
     assert_eq!(ended(&mut child).code(), Some(0));
     assert!(!place.path("control").exists());
     assert_refused(
@@ -127,6 +128,6 @@ fn another_user_controls_nothing() {
         Err(error) => println!("SKIP: no command as another user: {error}"),
     }
     assert!(is_served(&place.path("socket")));
-    signal(&child, "TERM");
+    signal(&child, Signal::TERM);
     assert_eq!(ended(&mut child).code(), Some(0));
 }
