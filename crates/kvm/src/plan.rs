@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use pagetide_memory::{GuestAddress, GuestRange, PageSize};
 use pagetide_uapi::generated as abi;
 
-use crate::slot::{Slot, SlotLayout, may_exit};
+use crate::slot::{Slot, SlotLayout, has_exits};
 use crate::slot_calls::{Change, SlotChange};
 use crate::transaction::{SlotRef, Step};
 use crate::vm::Capabilities;
@@ -200,7 +200,8 @@ impl Work {
                     number: abi::KVM_CAP_ABSENT_MAPPING_FAULT,
                 });
             }
-            if !may_exit(slots, &piece.slot.region) {
+            let region = &piece.slot.region;
+            if !region.is_registered() && !has_exits(slots, region) {
                 return Err(PlanError::NotRegistered { slot, range });
             }
         }

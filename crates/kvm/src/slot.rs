@@ -14,8 +14,10 @@ use pagetide_uapi::generated::{
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct SlotFlags {
     /// Accesses to absent memory leave KVM_RUN instead of waiting for a userfaultfd
-    /// (KVM_MEM_ABSENT_MAPPING_FAULT, gated by KVM_CAP_ABSENT_MAPPING_FAULT). KVM's own accesses do not: the region
-    /// has a userfaultfd as well, or the flag is refused ([`Region::is_registered`]). So give it to a pager first.
+    /// (KVM_MEM_ABSENT_MAPPING_FAULT, gated by KVM_CAP_ABSENT_MAPPING_FAULT). KVM's own accesses do not leave it: they
+    /// wait for a userfaultfd, or fill absent memory with zeroes. So a slot gets this flag only while a pager has the
+    /// region ([`Region::is_registered`]): give the region to the pager first. A slot that has the flag keeps it when
+    /// the paging ends.
     pub absent_mapping_fault: bool,
     /// KVM records which pages the guest writes to (KVM_MEM_LOG_DIRTY_PAGES).
     pub log_dirty: bool,
@@ -203,13 +205,12 @@ impl Slot {
 /// A VM's slots by their numbers.
 pub type SlotLayout = BTreeMap<u32, Slot>;
 
-/// Whether a slot of this memory may have exits. A region of which a slot has them already was registered then; once its
-/// paging has ended, no page is absent.
-pub(crate) fn may_exit(slots: &SlotLayout, region: &Arc<Region>) -> bool {
-    let mut with_exits = slots
+/// Whether a slot with exits has memory of this region. The region was registered then, and once its paging has ended,
+/// no page is absent: further slots of the region may have exits, too.
+pub(crate) fn has_exits(slots: &SlotLayout, region: &Arc<Region>) -> bool {
+    slots
         .values()
-        .filter(|slot| slot.flags.absent_mapping_fault);
-    region.is_registered() || with_exits.any(|slot| Arc::ptr_eq(&slot.region, region))
+        .any(|slot| slot.flags.absent_mapping_fault && Arc::ptr_eq(&slot.region, region))
 }
 
 #[cfg(test)]

@@ -15,7 +15,7 @@ use crate::kick::{KickTarget, Kickable};
 use crate::os_error;
 use crate::run_page::RunPage;
 use crate::signals::{Signals, SignalsError};
-use crate::slot::{Slot, SlotError, SlotFlags, SlotLayout, may_exit};
+use crate::slot::{Slot, SlotError, SlotFlags, SlotLayout, has_exits};
 use crate::slot_calls::{Change, SlotCalls};
 use crate::system::Kvm;
 use crate::transaction::SlotTransaction;
@@ -235,7 +235,8 @@ impl Inner {
                 number: abi::KVM_CAP_ABSENT_MAPPING_FAULT,
             });
         }
-        if !may_exit(&self.slots(), &to.region) {
+        // The region's lock, which may be held for long, is not taken under that of the slots.
+        if !to.region.is_registered() && !has_exits(&self.slots(), &to.region) {
             return Err(SlotError::NotRegistered { slot, range });
         }
         Ok(())

@@ -31,7 +31,6 @@ impl Bare {
         count: u32,
         layout: impl FnOnce(u32, u64) -> Result<Layout, ConfigError>,
         data: impl FnOnce(&Layout) -> Result<Arc<Region>, MachineError>,
-        slot_flags: SlotFlags,
         payload: &[u8],
     ) -> Result<(Self, Vec<Vcpu>), MachineError> {
         let (kvm, vm, platform) = arch::Platform::create_vm()?;
@@ -40,12 +39,8 @@ impl Bare {
         let data = data(&layout)?;
         let low = LowMemory::new(layout)?;
         arch::write_code(&low, payload)?;
-        let slots = [
-            (LOW_SLOT, &low.region, SlotFlags::default()),
-            (DATA_SLOT, &data, slot_flags),
-        ];
-        for (slot, region, flags) in slots {
-            vm.add_region(slot, Arc::clone(region), flags)
+        for (slot, region) in [(LOW_SLOT, &low.region), (DATA_SLOT, &data)] {
+            vm.add_region(slot, Arc::clone(region), SlotFlags::default())
                 .map_err(SetupError::from)?;
         }
         let mut vcpus = Vec::new();

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pagetide_kvm::{Exit, SlotFlags, Vcpu};
+use pagetide_kvm::{Exit, Vcpu};
 use pagetide_memory::Region;
 use pagetide_vmm::{HookError, Next, PoolConfig, PoolVcpu, VcpuHooks, VcpuPool};
 
@@ -43,8 +43,7 @@ impl Endless {
         let entries = table_bytes.div_ceil(4);
         let bytes = data.bytes();
         let layout = |max, limit| config::layout(vcpus, bytes, entries, max, limit);
-        let flags = SlotFlags::default();
-        let (bare, vcpus) = Bare::new(vcpus, layout, |_| Ok(data), flags, payload)?;
+        let (bare, vcpus) = Bare::new(vcpus, layout, |_| Ok(data), payload)?;
         for vcpu in &vcpus {
             arch::reset(vcpu, &bare.low.layout, PAYLOAD)?;
             prepare(&bare, vcpu)?;

@@ -62,7 +62,6 @@ impl Machine {
                 }
                 Err(ConfigError::wrong_region(&data, bytes, config.backing).into())
             },
-            SlotFlags::default(),
             &[],
         )?;
         let tsc_khz = vcpus.first().map_or(Ok(0), arch::tsc_khz)?;
@@ -128,8 +127,8 @@ impl Machine {
         self.bare.stopper.clone()
     }
 
-    /// Changes the flags of the data slot, which does not unmap anything. Exits need a pager, which has the data region
-    /// before.
+    /// Changes the flags of the data slot, which does not unmap anything. Give the data region to a pager before you
+    /// ask for exits.
     ///
     /// # Errors
     /// See [`SlotError`]; the slot keeps its flags.

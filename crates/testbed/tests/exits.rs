@@ -52,7 +52,7 @@ fn exits(machine: &Machine) -> bool {
         println!("SKIP: this kernel lacks KVM_CAP_ABSENT_MAPPING_FAULT");
         return false;
     }
-    // It is not: these tests make pages present as the guest's accesses would, and low memory has no holes.
+    // The memory is not registered: these tests make pages present by touching them, which would then wait.
     machine.data().assume_registered();
     machine
         .set_slot_flags(EXITS)

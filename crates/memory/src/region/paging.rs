@@ -90,7 +90,8 @@ impl Region {
         self.lock_paging().is_assumed_registered = true;
     }
 
-    /// Whether a pager has the region, or the program has called [`Region::assume_registered`].
+    /// Whether a pager has the region, from [`Region::begin_paging`] on, or the program has called
+    /// [`Region::assume_registered`].
     pub fn is_registered(&self) -> bool {
         let paging = self.lock_paging();
         paging.access.is_some() || paging.is_assumed_registered
