@@ -200,6 +200,28 @@ fn prefetch_reads_by_itself_while_its_source_has_enough_to_do() {
     check_all(&region);
 }
 
+/// Prefetches two batches of which one may be on its way, and answers both requests. The source counts how often it is
+/// asked: at the third time, the second batch has found no room, and the first request is still unanswered.
+fn prefetch_two_batches(
+    pager: &Arc<Pager>,
+    batch_pages: u64,
+    requests: &Mutex<Vec<Request>>,
+    asked: &AtomicU64,
+) {
+    let batch_bytes = batch_pages * PAGE;
+    let running = Prefetch::spawn(pager, PrefetchConfig { batch_bytes }).unwrap();
+    for batch in 1..=2 {
+        eventually("a request, and a third look", || {
+            !requests.lock().unwrap().is_empty() && asked.load(Ordering::Acquire) > 2
+        });
+        let requests = std::mem::take(&mut *requests.lock().unwrap());
+        assert_eq!(requests.len(), 1, "batch {batch}");
+        requests.into_iter().for_each(complete);
+    }
+    let ended = within_patience("prefetch", move || running.finish().unwrap());
+    assert!(ended.is_complete);
+}
+
 /// Kind: a thread that is busy for long with one piece of work sees to nothing else.
 #[test]
 fn prefetch_leaves_long_batches_to_the_threads_of_its_source() {
@@ -209,20 +231,7 @@ fn prefetch_leaves_long_batches_to_the_threads_of_its_source() {
     };
     let source = Arc::new(Decompressed::default());
     let pager = paged_with_room_for(BATCH, &region, &source);
-    let batch_bytes = BATCH * PAGE;
-    let running = Prefetch::spawn(&pager, PrefetchConfig { batch_bytes }).unwrap();
-    for batch in 1..=2 {
-        // A third look: the second batch has found no room before the first one comes.
-        eventually("a request, and a look at the next batch", || {
-            let is_requested = !source.requests.lock().unwrap().is_empty();
-            is_requested && source.asked.load(Ordering::Acquire) > 2
-        });
-        let requests = std::mem::take(&mut *source.requests.lock().unwrap());
-        assert_eq!(requests.len(), 1, "batch {batch}");
-        requests.into_iter().for_each(complete);
-    }
-    let ended = within_patience("prefetch", move || running.finish().unwrap());
-    assert!(ended.is_complete);
+    prefetch_two_batches(&pager, BATCH, &source.requests, &source.asked);
     assert!(source.filled.lock().unwrap().is_empty());
     check_all(&region);
 }
@@ -257,18 +266,7 @@ fn what_could_not_be_installed_is_requested_and_not_read_again() {
     };
     let source = Arc::new(Gone::default());
     let pager = paged_with_room_for(BATCH, &region, &source);
-    let batch_bytes = BATCH * PAGE;
-    let running = Prefetch::spawn(&pager, PrefetchConfig { batch_bytes }).unwrap();
-    for _ in 0..2 {
-        eventually("a request, and a look at the next batch", || {
-            let is_requested = !source.requests.lock().unwrap().is_empty();
-            is_requested && source.asked[0].load(Ordering::Acquire) > 2
-        });
-        let requests = std::mem::take(&mut *source.requests.lock().unwrap());
-        requests.into_iter().for_each(complete);
-    }
-    let ended = within_patience("prefetch", move || running.finish().unwrap());
-    assert!(ended.is_complete);
+    prefetch_two_batches(&pager, BATCH, &source.requests, &source.asked[0]);
     assert_eq!(source.asked[1].load(Ordering::Acquire), 0);
     check_all(&region);
 }
