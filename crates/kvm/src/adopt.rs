@@ -139,7 +139,7 @@ impl Vm {
 
     /// Records a slot that the program set itself, so that transactions can change it and lookups of
     /// gpas find it. The kernel's slot does not change. If the VM has no such slot, the kernel refuses
-    /// later changes of it. A slot that has exits is adopted while a pager has its region, as such a flag is set.
+    /// later changes of it. A slot with exits is refused unless a pager has its region, as by [`Vm::set_slot_flags`].
     ///
     /// # Errors
     /// See [`SlotError`].
