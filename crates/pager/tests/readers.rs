@@ -4,7 +4,7 @@
 
 mod support;
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Barrier};
 use std::thread;
 
@@ -354,6 +354,22 @@ fn lost_content_is_an_error_for_waiting_threads() {
     }
 }
 
+/// Content that cannot be had before the flag is set. A source that fails only once would not do: the kernel may
+/// wake a thread that sleeps in a fault early (by a futex that another thread has just released, for one), and then
+/// it faults again.
+fn unavailable_until(available: &Arc<AtomicBool>, panics: bool) -> Contents {
+    let available = Arc::clone(available);
+    local(LocalFn(move |gpa, buffer: &mut [u8]| {
+        if available.load(Ordering::Relaxed) {
+            return sources::fill_in(gpa, buffer);
+        }
+        if panics {
+            std::panic::resume_unwind(Box::new("not yet"));
+        }
+        Err(sources::unavailable("not yet"))
+    }))
+}
+
 /// A fault whose content is unavailable causes a notice, and its thread stays asleep until the page is
 /// delivered in any way.
 #[test]
@@ -363,16 +379,8 @@ fn a_thread_whose_fault_failed_is_woken_when_its_page_arrives() {
             let Some(region) = region(4, backing) else {
                 return;
             };
-            let calls = AtomicU64::new(0);
-            let contents = local(LocalFn(move |gpa, buffer: &mut [u8]| {
-                if calls.fetch_add(1, Ordering::Relaxed) == 0 {
-                    if panics {
-                        std::panic::resume_unwind(Box::new("the first time"));
-                    }
-                    return Err(sources::unavailable("the first time"));
-                }
-                sources::fill_in(gpa, buffer)
-            }));
+            let available = Arc::new(AtomicBool::new(false));
+            let contents = unavailable_until(&available, panics);
             let paged = Paged::new(&region, mode, contents);
             let readers = readers(&paged, 1);
             let its = Arc::clone(&region);
@@ -382,6 +390,7 @@ fn a_thread_whose_fault_failed_is_woken_when_its_page_arrives() {
             assert!(matches!(notice, Notice::Unresolved(_)), "{notice}");
             assert!(!toucher.is_finished());
             readers.stop();
+            available.store(true, Ordering::Relaxed);
             let _ = paged.read_exit(1);
             join(&format!("{panics} {mode:?} {backing}"), toucher);
         }
@@ -395,19 +404,16 @@ fn a_thread_whose_fault_failed_is_woken_by_prefetch() {
         let Some(region) = region(4, Backing::Shmem) else {
             return;
         };
-        let calls = AtomicU64::new(0);
-        let contents = local(LocalFn(move |gpa, buffer: &mut [u8]| {
-            match calls.fetch_add(1, Ordering::Relaxed) {
-                0 => Err(sources::unavailable("the first time")),
-                _ => sources::fill_in(gpa, buffer),
-            }
-        }));
+        let available = Arc::new(AtomicBool::new(false));
+        let contents = unavailable_until(&available, false);
         let paged = Paged::new(&region, Mode::Minor, contents);
         let readers = readers(&paged, 1);
         let its = Arc::clone(&region);
         let toucher = thread::spawn(move || check_page(&its, 1));
         eventually("the notice", || paged.pager.trouble().is_some());
         assert!(!toucher.is_finished());
+        readers.stop();
+        available.store(true, Ordering::Relaxed);
         let all = PageRange::new(PageIndex(0), 4);
         let plan = match in_order {
             true => PrefetchPlan {
@@ -422,7 +428,6 @@ fn a_thread_whose_fault_failed_is_woken_by_prefetch() {
         let ahead = Prefetch::spawn_plan(&paged.pager, PrefetchConfig::default(), plan).unwrap();
         assert!(ahead.finish().unwrap().is_complete, "in order: {in_order}");
         join("the toucher", toucher);
-        readers.stop();
     }
 }
 
