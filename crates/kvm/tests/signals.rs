@@ -124,6 +124,11 @@ fn a_kick_uses_the_programs_own_signal() {
         transaction.split(DATA_SLOT, PAGE);
         let done = transaction.commit_with(Method::Quiesce);
         assert_eq!(done.expect("vCPUs can be stopped").kicked, 1);
+        // Until the vCPU is in KVM_RUN again, which only the signal ends. Before that, the flag alone could end it.
+        let rounds = walk.machine.get(0, Word::Rounds);
+        eventually("another round", || {
+            walk.machine.get(0, Word::Rounds) > rounds
+        });
         walk.kick.kick();
         assert_eq!(walk.exit.join(), Exit::Interrupted);
         assert!(calls() > 0);
