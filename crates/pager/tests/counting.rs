@@ -9,6 +9,7 @@ use pagetide_pager::{
     AddError, BlockingSource, Contents, Filled, Mode, Pager, Pool, PoolConfig, Prefetch,
     PrefetchConfig, ReadAt, ReaderConfig, Readers, RegionConfig, SourceError,
 };
+use pagetide_test_support::eventually;
 
 const GPA: GuestAddress = GuestAddress(1 << 32);
 const PAGE: u64 = 4096;
@@ -51,6 +52,8 @@ fn pages_by_fault_by_prefetch_and_of_zeroes_are_counted_separately() {
         assert!(prefetch.finish().unwrap().is_complete);
         drop(resolver);
         readers.stop();
+        // A thread of the pool counts a page after others have seen it.
+        eventually("the last count", || pager.counted().pages >= 16);
         let counted = pager.counted();
         let found = (counted.pages, counted.ahead_pages, counted.zero_pages);
         assert_eq!(found, (16, 14, 8), "{mode:?}");

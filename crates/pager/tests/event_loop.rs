@@ -370,7 +370,8 @@ fn a_watched_descriptor_is_reported_as_long_as_it_is_readable() {
             assert!(watched.is_empty());
         }
     });
-    assert_eq!(serving.counters().messages, 1);
+    // More, if the kernel has woken the thread early, so that it has faulted again.
+    assert!(serving.counters().messages >= 1);
 }
 
 /// A loop with a budget goes back to its other descriptors after each fault, and loses none.
