@@ -242,7 +242,7 @@ fn a_failure_of_local_content_that_has_passed_is_resumed() {
         let its = Arc::clone(&region);
         let read = spawn_asleep("a read", move || check_page(&its, 1));
         let notice = notices.recv_timeout(PATIENCE).unwrap();
-        assert!(!read.is_finished());
+        assert!(read.is_undisturbed());
         let id = notice.resumable().expect("the failure may pass");
         has_passed.store(true, Ordering::Release);
         paged.pager.resume(id).unwrap();
