@@ -63,6 +63,8 @@ pub(crate) enum Runs {
     Always,
     /// `selftests`, in a VM with a thread for each CPU: it shows what CPUs that share one thread cannot, contention.
     Parallel,
+    /// `selftests`, in a VM whose memory is mostly in ZONE_MOVABLE.
+    Movable,
     /// `debug`: it takes long.
     Debug,
     /// `gigantic`: it fills huge pages of 1G, which a software CPU takes minutes for.
@@ -155,6 +157,7 @@ impl Selftest {
                 "arch=arm64" => test.arch = Some(Arch::Arm64),
                 "run=no" => test.runs = Runs::Never,
                 "run=parallel" => test.runs = Runs::Parallel,
+                "run=movable" => test.runs = Runs::Movable,
                 "run=debug" => test.runs = Runs::Debug,
                 "run=gigantic" => test.runs = Runs::Gigantic,
                 "shadow" => test.shadow = true,
@@ -376,6 +379,7 @@ mod tests {
         let runs = |line: &str| parse(line).unwrap()[0].runs;
         assert_eq!(runs("d run=debug\n"), Runs::Debug);
         assert_eq!(runs("d run=gigantic\n"), Runs::Gigantic);
+        assert_eq!(runs("d run=movable\n"), Runs::Movable);
         assert!(parse("a_test arch=riscv\n").is_err());
     }
 

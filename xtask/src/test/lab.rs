@@ -37,6 +37,9 @@ const HUGE_PAGES: &str = "hugepages=256";
 /// A huge page of 1G, set aside at boot: whether one can be had later is a matter of luck.
 const GIGANTIC_PAGE: [&str; 2] = ["hugepagesz=1G", "hugepages=1"];
 
+/// Memory that may hold no page for good: the kernel prefers it for memfds, also for hugetlb.
+const MOVABLE: &str = "movablecore=1G";
+
 /// What the VMs with selftests have: with less, there is no room for a page of 1G.
 const GIGANTIC_MEMORY: &str = "6G";
 
@@ -355,7 +358,11 @@ pub(super) fn selftests(paths: &Paths, tally: &mut Tally) -> Result<()> {
     let mut args = machine(variant, Pagetide::None, "2G");
     args.timing = Timing::Parallel;
     args.cpus = Some(2);
-    run("selftests-parallel", &args, &jobs, paths, tally).map(drop)
+    run("selftests-parallel", &args, &jobs, paths, tally)?;
+    let jobs = selftest_jobs_that(variant, paths, |runs| runs == Runs::Movable)?;
+    let mut args = machine(variant, Pagetide::None, "2G");
+    args.append.push(MOVABLE.into());
+    run("selftests-movable", &args, &jobs, paths, tally).map(drop)
 }
 
 /// The patched kernel: the selftests that fill huge pages of 1G again and again.
@@ -551,7 +558,7 @@ pub(super) fn selftest_jobs(variant: Variant, paths: &Paths) -> Result<Vec<(Kind
     selftest_jobs_that(variant, paths, |runs| match runs {
         Runs::Always => true,
         Runs::Debug => debug,
-        Runs::Parallel | Runs::Gigantic | Runs::Never => false,
+        Runs::Parallel | Runs::Movable | Runs::Gigantic | Runs::Never => false,
     })
 }
 
