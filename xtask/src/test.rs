@@ -16,6 +16,7 @@ mod package;
 mod roots;
 mod schedule;
 mod seed;
+mod selftests;
 mod systemd;
 mod tally;
 mod upstream;
@@ -391,8 +392,8 @@ impl Testing<'_> {
             Step::Patches => self.patches(),
             Step::Lab => lab::patched(self.paths, self.host_ran, &mut self.tally),
             Step::Linux => lab::linux(self.paths, &mut self.tally),
-            Step::Shadow => lab::shadow(self.paths, &mut self.tally),
-            Step::Selftests => lab::selftests(self.paths, &mut self.tally),
+            Step::Shadow => selftests::shadow(self.paths, &mut self.tally),
+            Step::Selftests => selftests::usual(self.paths, &mut self.tally),
             Step::Stock => lab::stock(self.paths, &mut self.tally),
             Step::UpstreamQuick => upstream::quick(self.paths, &mut self.tally),
             Step::Cross => arm64::compile(self.paths, &mut self.tally),
@@ -406,11 +407,11 @@ impl Testing<'_> {
                 loom::run(loom::Bound::None, self.paths, &mut self.tally)?;
                 host::stress(self.paths, &mut self.tally)
             }
-            Step::Gigantic => lab::gigantic(self.paths, &mut self.tally),
-            Step::Nodes => lab::nodes(self.paths, &mut self.tally),
-            Step::Debug => lab::debug(self.paths, &mut self.tally),
-            Step::Modules => lab::modules(self.paths, &mut self.tally),
-            Step::KernelPackage => lab::packaged(self.paths, &mut self.tally),
+            Step::Gigantic => selftests::gigantic(self.paths, &mut self.tally),
+            Step::Nodes => selftests::nodes(self.paths, &mut self.tally),
+            Step::Debug => selftests::debug(self.paths, &mut self.tally),
+            Step::Modules => selftests::modules(self.paths, &mut self.tally),
+            Step::KernelPackage => selftests::packaged(self.paths, &mut self.tally),
             Step::OldKernel => lab::old_kernel(self.program, self.paths, &mut self.tally),
             Step::Roots => roots::run(self.paths, &mut self.tally),
             Step::Systemd => systemd::run(self.paths, &mut self.tally),

@@ -8,6 +8,7 @@ use anyhow::{Context, Result, ensure};
 use super::host::{self, TestProgram};
 use super::jobs::{self, Kind};
 use super::lab;
+use super::selftests;
 use super::tally::{Tally, Verdict};
 use crate::cross;
 use crate::kernel::{Arch, Variant};
@@ -183,7 +184,7 @@ pub(super) fn run(paths: &Paths, tally: &mut Tally) -> Result<()> {
         let (_, job) = lab::command(paths, name, words, None);
         jobs.push((Kind::Refusal(name), job));
     }
-    jobs.extend(lab::selftest_jobs(variant, paths)?);
+    jobs.extend(selftests::usual_jobs(variant, paths)?);
     jobs::run(LANE, &args, &jobs, paths, tally).map(drop)
 }
 

@@ -5,22 +5,16 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use fs_err as fs;
 
 use super::host::{self, TestProgram};
 use super::jobs::{Kind, run};
-use super::kunit;
 use super::tally::{Tally, Verdict};
 use crate::guest;
 use crate::kernel::distribution::{self, Distribution, Release};
-use crate::kernel::selftests::{self, Runs, Selftest};
-use crate::kernel::{Arch, Variant, build, package};
+use crate::kernel::{Arch, Variant, build};
 use crate::paths::Paths;
 use crate::qemu::Qemu;
-use crate::vm::{Job, Pagetide, Timing, VmArgs, load_modules};
-
-/// The longest time of one job on a kernel that checks everything.
-const DEBUG_JOB_TIMEOUT: Duration = Duration::from_secs(3600);
+use crate::vm::{Job, Pagetide, Timing, VmArgs};
 
 /// For the tests that boot a dozen guests, or start 900 VMMs.
 const LINUX_JOB_TIMEOUT: Duration = Duration::from_secs(2700);
@@ -28,26 +22,8 @@ const LINUX_JOB_TIMEOUT: Duration = Duration::from_secs(2700);
 /// For a whole VM, also beside four busy loops.
 const VM_TIMEOUT: u64 = 7200;
 
-/// The same on a kernel that checks everything.
-const DEBUG_VM_TIMEOUT: u64 = 14_400;
-
 /// Huge pages for the tests that need them.
 const HUGE_PAGES: &str = "hugepages=256";
-
-/// A huge page of 1G, set aside at boot: whether one can be had later is a matter of luck.
-const GIGANTIC_PAGE: [&str; 2] = ["hugepagesz=1G", "hugepages=1"];
-
-/// Memory that may hold no page for good: the kernel prefers it for memfds, also for hugetlb.
-const MOVABLE: &str = "movablecore=1G";
-
-/// What the VMs with selftests have: with less, there is no room for a page of 1G.
-const GIGANTIC_MEMORY: &str = "6G";
-
-/// A second node, for tests of migration, on a kernel with upstream.config.
-pub(super) const NODES: &str = "numa=fake=2";
-
-/// Something to swap to, on the same kernel.
-pub(super) const SWAP: &str = "mkswap /dev/ram0 && swapon /dev/ram0";
 
 /// A benchmark of paging that is only long enough to take every path, on any kernel.
 const PAGING: &str = "pagetide bench paging --vcpus 1,2 --per-vcpu 1M --runs 1 --delivery uffd \
@@ -56,9 +32,6 @@ const PAGING: &str = "pagetide bench paging --vcpus 1,2 --per-vcpu 1M --runs 1 -
 /// The same of population.
 const POPULATE: &str = "pagetide bench populate --vcpus 1,2 --memory 4M --runs 1 \
                         --out target/pagetide/smoke-stock";
-
-/// The unit tests that the series adds to the kernel.
-const KUNIT_SUITE: &str = "memory-failure";
 
 /// The package whose integration tests run on Debian 12's own kernel, and test programs of others. Those of the library are
 /// about what UFFDIO_POISON does.
@@ -348,50 +321,6 @@ fn firecracker_environment(paths: &Paths) -> Vec<OsString> {
     words
 }
 
-/// The patched kernel: selftests.
-pub(super) fn selftests(paths: &Paths, tally: &mut Tally) -> Result<()> {
-    let variant = Variant::patched(Arch::X86_64);
-    let jobs = selftest_jobs(variant, paths)?;
-    let args = machine(variant, Pagetide::None, GIGANTIC_MEMORY);
-    run("selftests", &args, &jobs, paths, tally)?;
-    let jobs = selftest_jobs_that(variant, paths, |runs| runs == Runs::Parallel)?;
-    let mut args = machine(variant, Pagetide::None, "2G");
-    args.timing = Timing::Parallel;
-    args.cpus = Some(2);
-    run("selftests-parallel", &args, &jobs, paths, tally)?;
-    let jobs = selftest_jobs_that(variant, paths, |runs| runs == Runs::Movable)?;
-    let mut args = machine(variant, Pagetide::None, "2G");
-    args.append.push(MOVABLE.into());
-    run("selftests-movable", &args, &jobs, paths, tally).map(drop)
-}
-
-/// The patched kernel: the selftests that fill huge pages of 1G again and again.
-pub(super) fn gigantic(paths: &Paths, tally: &mut Tally) -> Result<()> {
-    let variant = Variant::patched(Arch::X86_64);
-    let jobs = selftest_jobs_that(variant, paths, |runs| runs == Runs::Gigantic)?;
-    let mut args = machine(variant, Pagetide::None, GIGANTIC_MEMORY);
-    args.append.extend(GIGANTIC_PAGE.map(String::from));
-    run("gigantic", &args, &jobs, paths, tally).map(drop)
-}
-
-/// The patched kernel with shadow paging: selftests of what is different there.
-pub(super) fn shadow(paths: &Paths, tally: &mut Tally) -> Result<()> {
-    run_shadow("shadow", Variant::patched(Arch::X86_64), paths, tally)
-}
-
-/// Runs on a CPU that has no nested page tables, as far as KVM is concerned.
-fn run_shadow(lane: &str, variant: Variant, paths: &Paths, tally: &mut Tally) -> Result<()> {
-    let mut jobs = selftest_jobs(variant, paths)?;
-    jobs.retain(|(kind, _)| matches!(kind, Kind::Selftest(test) if test.shadow));
-    let mut args = machine(variant, Pagetide::None, "2G");
-    args.append.push("kvm_amd.npt=0".into());
-    if variant.upstream {
-        args.append.push(NODES.into());
-        jobs.insert(0, swap(paths));
-    }
-    run(lane, &args, &jobs, paths, tally).map(drop)
-}
-
 /// The tests of a program that the lab is to run; `None` for all of them. What a machine without our kernel
 /// can run as well, and has run, need not run twice.
 fn left_for_lab<'a>(
@@ -431,50 +360,6 @@ pub(super) fn stock(paths: &Paths, tally: &mut Tally) -> Result<()> {
         ..VmArgs::new(variant)
     };
     run("stock", &args, &jobs, paths, tally).map(drop)
-}
-
-/// The patched kernel with lockdep, PROVE_RCU and KASAN: selftests, which take several times as long, and the
-/// series' KUnit suite. With two nodes and swap, so that no selftest has to leave a part out for lack of them.
-pub(super) fn debug(paths: &Paths, tally: &mut Tally) -> Result<()> {
-    let variant = Variant {
-        debug: true,
-        upstream: true,
-        ..Variant::patched(Arch::X86_64)
-    };
-    let (mut args, mut jobs) = with_nodes_and_swap(variant, paths)?;
-    for (_, job) in &mut jobs {
-        job.timeout = Some(DEBUG_JOB_TIMEOUT);
-    }
-    args.timeout = DEBUG_VM_TIMEOUT;
-    args.append.extend(kunit::append(KUNIT_SUITE));
-    let said = fs::read(run("debug", &args, &jobs, paths, tally)?)?;
-    let verdict = kunit::verdict(&String::from_utf8_lossy(&said), KUNIT_SUITE);
-    tally.add("debug", &format!("KUnit {KUNIT_SUITE}"), verdict);
-    run_shadow("debug-shadow", variant, paths, tally)
-}
-
-/// The series' selftests on a kernel with upstream.config, which the step `upstream` builds.
-pub(super) fn nodes(paths: &Paths, tally: &mut Tally) -> Result<()> {
-    let variant = Variant {
-        upstream: true,
-        ..Variant::patched(Arch::X86_64)
-    };
-    let (args, jobs) = with_nodes_and_swap(variant, paths)?;
-    run("nodes", &args, &jobs, paths, tally).map(drop)
-}
-
-/// The patched kernel with KVM as modules, as distributions have it: selftests.
-pub(super) fn modules(paths: &Paths, tally: &mut Tally) -> Result<()> {
-    let variant = Variant {
-        modules: true,
-        ..Variant::patched(Arch::X86_64)
-    };
-    with_modules("modules", variant, paths, tally)
-}
-
-/// The kernel of the Debian packages, as they have it: selftests.
-pub(super) fn packaged(paths: &Paths, tally: &mut Tally) -> Result<()> {
-    with_modules("kernel-package", package::variant(), paths, tally)
 }
 
 /// Debian 12's own kernel, which has no UFFDIO_POISON: what serves memory there.
@@ -518,29 +403,6 @@ fn distributed(kernel: Distribution) -> VmArgs {
     }
 }
 
-fn with_modules(lane: &str, variant: Variant, paths: &Paths, tally: &mut Tally) -> Result<()> {
-    kernel(variant, paths, tally);
-    let load = Job::new(load_modules(variant, paths), paths.root());
-    let mut jobs = vec![(Kind::Command("KVM's modules are loaded"), load)];
-    jobs.extend(selftest_jobs(variant, paths)?);
-    let args = machine(variant, Pagetide::None, GIGANTIC_MEMORY);
-    run(lane, &args, &jobs, paths, tally).map(drop)
-}
-
-/// Turns swap on.
-fn swap(paths: &Paths) -> (Kind, Job) {
-    command(paths, "swap", "sh -c", Some(SWAP))
-}
-
-/// A VM with two nodes and swap, and the selftests in it.
-fn with_nodes_and_swap(variant: Variant, paths: &Paths) -> Result<(VmArgs, Vec<(Kind, Job)>)> {
-    let mut jobs = vec![swap(paths)];
-    jobs.extend(selftest_jobs(variant, paths)?);
-    let mut args = machine(variant, Pagetide::None, GIGANTIC_MEMORY);
-    args.append.push(NODES.into());
-    Ok((args, jobs))
-}
-
 /// A VM for tests: with huge pages, and time for many jobs.
 pub(super) fn machine(variant: Variant, pagetide: Pagetide, memory: &str) -> VmArgs {
     VmArgs {
@@ -550,33 +412,6 @@ pub(super) fn machine(variant: Variant, pagetide: Pagetide, memory: &str) -> VmA
         append: vec![HUGE_PAGES.into()],
         ..VmArgs::new(variant)
     }
-}
-
-/// The selftests that each step runs which runs any.
-pub(super) fn selftest_jobs(variant: Variant, paths: &Paths) -> Result<Vec<(Kind, Job)>> {
-    let debug = variant.debug;
-    selftest_jobs_that(variant, paths, |runs| match runs {
-        Runs::Always => true,
-        Runs::Debug => debug,
-        Runs::Parallel | Runs::Movable | Runs::Gigantic | Runs::Never => false,
-    })
-}
-
-/// The selftests of which `is_run` holds.
-fn selftest_jobs_that(
-    variant: Variant,
-    paths: &Paths,
-    is_run: impl Fn(Runs) -> bool,
-) -> Result<Vec<(Kind, Job)>> {
-    let directory = selftests::directory_in_vm(variant, paths);
-    let mut tests = selftests::list(variant.arch, paths)?;
-    tests.retain(|test| is_run(test.runs));
-    let job = |test: Selftest| {
-        let mut command: Vec<OsString> = vec![directory.join(test.name()).into()];
-        command.extend(test.arguments.iter().map(OsString::from));
-        (Kind::Selftest(test), Job::new(command, &directory))
-    };
-    Ok(tests.into_iter().map(job).collect())
 }
 
 /// A command of several words, and an argument with spaces in it.

@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::Result;
 use fs_err as fs;
 
-use super::super::lab::{NODES, SWAP};
+use super::super::selftests::{NODES, SWAP};
 use super::super::tally::Tally;
 use super::super::{host, log_file};
 use super::compare::Ran;
