@@ -124,7 +124,13 @@ impl VerbArgs {
         &self.command
     }
 
-    /// The same, with the path of a selftest in place of its name: a selftest opens itself by what it was called.
+    /// The VM's architecture.
+    #[cfg(test)]
+    pub(crate) fn arch(&self) -> Arch {
+        self.vm.variant.arch
+    }
+
+    /// The command, with the path of a selftest in place of its name: a selftest opens itself by what it was called.
     fn resolved(&self, paths: &Paths) -> Result<Vec<OsString>> {
         let variant = self.vm.variant;
         let mut command = self.command.clone();

@@ -8,7 +8,7 @@ use clap::Parser;
 
 use super::markdown;
 use crate::kernel::selftests::Runs;
-use crate::kernel::{Arch, selftests};
+use crate::kernel::{Arch, Variant, selftests};
 use crate::paths::Paths;
 use crate::{Cli, Verb};
 
@@ -113,10 +113,19 @@ impl<'a> Named<'a> {
                 let program = vm.command().first().ok_or("no command")?;
                 let name = Path::new(program).file_name().unwrap_or(program);
                 let name = name.to_string_lossy();
-                if name == "pagetide" || self.programs.contains(&*name) {
+                if name == "pagetide" {
+                    return Ok(Shown::ByHand);
+                }
+                if !self.programs.contains(&*name) {
+                    return Err(format!("{name} is neither pagetide nor a selftest"));
+                }
+                // A kernel without the series comes without these selftests: it runs those of the series by a path.
+                let built = selftests::directory_in_vm(Variant::patched(vm.arch()), self.paths);
+                let program = program.to_string_lossy();
+                if program == name || self.paths.in_root(&program) == built.join(&*name) {
                     Ok(Shown::ByHand)
                 } else {
-                    Err(format!("{name} is neither pagetide nor a selftest"))
+                    Err(format!("such a VM does not have {program}"))
                 }
             }
             _ => Ok(Shown::ByHand),
@@ -307,6 +316,13 @@ mod tests {
         assert_eq!(row("`cargo xtask test --only loom`", "as here"), "");
         assert_eq!(row("`cargo xtask uapi --check`", "as here"), "");
         assert_eq!(row("A", "no: a measurement"), "");
+        for selftest in [
+            "-- kick_vcpus_test",
+            "--stock -- target/kernel/x86_64/selftests/kick_vcpus_test",
+            "--arch arm64 -- /selftests/kick_vcpus_test",
+        ] {
+            assert_eq!(row(&format!("`cargo xtask vm {selftest}`"), "no: why"), "");
+        }
         assert_eq!(row(&format!("{TEST}; at length: A"), "smaller: once"), "");
         let stress = "`PAGETIDE_STRESS_SECONDS=3 cargo test -p pagetide-pager --test stress`";
         assert_eq!(row(stress, "no: long"), "");
@@ -348,6 +364,14 @@ mod tests {
             ),
             ("cargo xtask no-such-verb", "no-such-verb"),
             ("cargo xtask vm -- no_such_program", "neither pagetide nor"),
+            (
+                "cargo xtask vm -- /selftests/kick_vcpus_test",
+                "does not have",
+            ),
+            (
+                "cargo xtask vm --arch arm64 -- target/kernel/x86_64/selftests/kick_vcpus_test",
+                "does not have",
+            ),
             (
                 "cargo test -p pagetide-pager --test no_such_file",
                 "has no tests/",
