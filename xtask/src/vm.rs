@@ -124,10 +124,10 @@ impl VerbArgs {
         &self.command
     }
 
-    /// The VM's architecture.
+    /// The kernel that the VM runs.
     #[cfg(test)]
-    pub(crate) fn arch(&self) -> Arch {
-        self.vm.variant.arch
+    pub(crate) fn variant(&self) -> Variant {
+        self.vm.variant
     }
 
     /// The command, with the path of a selftest in place of its name: a selftest opens itself by what it was called.
@@ -135,7 +135,7 @@ impl VerbArgs {
         let variant = self.vm.variant;
         let mut command = self.command.clone();
         if let Some(program) = command.first_mut()
-            && selftests::list(variant.arch, paths)?
+            && selftests::built(variant, paths)?
                 .iter()
                 .any(|test| *program == *test.name())
         {
@@ -370,6 +370,9 @@ mod tests {
         let arm64 = resolved("vm --arch arm64 -- kick_vcpus_test");
         assert_eq!(arm64, ["/selftests/kick_vcpus_test"]);
         assert_eq!(resolved("vm -- echo kick_vcpus_test")[0], "echo");
+        // Only the series has it.
+        let stock = resolved("vm --stock -- kick_vcpus_test");
+        assert_eq!(stock, ["kick_vcpus_test"]);
     }
 
     #[test]

@@ -2,7 +2,6 @@
 //! as the row has it. The document's head describes the form.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
 
 use clap::Parser;
 
@@ -28,8 +27,6 @@ struct Named<'a> {
     paths: &'a Paths,
     /// Selftests that `make test` runs, by name and arguments.
     selftests: BTreeMap<String, BTreeSet<&'static str>>,
-    /// Selftest programs that are built.
-    programs: BTreeSet<String>,
 }
 
 impl<'a> Named<'a> {
@@ -37,11 +34,9 @@ impl<'a> Named<'a> {
         let mut named = Self {
             paths,
             selftests: BTreeMap::new(),
-            programs: BTreeSet::new(),
         };
         for arch in [Arch::X86_64, Arch::Arm64] {
             for test in selftests::list(arch, paths).unwrap() {
-                named.programs.insert(test.name().to_owned());
                 if matches!(test.runs, Runs::Always | Runs::Parallel) {
                     let archs = named.selftests.entry(test.label()).or_default();
                     archs.insert(arch.name());
@@ -111,25 +106,40 @@ impl<'a> Named<'a> {
             Verb::Kernel(_) if arguments == ["kernel", "check", "--quick"] => Ok(Shown::InMakeTest),
             Verb::Vm(vm) => {
                 let program = vm.command().first().ok_or("no command")?;
-                let name = Path::new(program).file_name().unwrap_or(program);
-                let name = name.to_string_lossy();
-                if name == "pagetide" {
-                    return Ok(Shown::ByHand);
-                }
-                if !self.programs.contains(&*name) {
-                    return Err(format!("{name} is neither pagetide nor a selftest"));
-                }
-                // A kernel without the series comes without these selftests: it runs those of the series by a path.
-                let built = selftests::directory_in_vm(Variant::patched(vm.arch()), self.paths);
-                let program = program.to_string_lossy();
-                if program == name || self.paths.in_root(&program) == built.join(&*name) {
-                    Ok(Shown::ByHand)
-                } else {
-                    Err(format!("such a VM does not have {program}"))
-                }
+                self.in_vm(vm.variant(), &program.to_string_lossy())
             }
             _ => Ok(Shown::ByHand),
         }
+    }
+
+    /// `pagetide`, or a selftest, by its name or by its path in the VM.
+    fn in_vm(&self, variant: Variant, program: &str) -> Result<Shown, String> {
+        let (directory, name) = match program.rsplit_once('/') {
+            Some((directory, name)) => (Some(self.paths.in_root(directory)), name),
+            None => (None, program),
+        };
+        if name == "pagetide" {
+            return Ok(Shown::ByHand);
+        }
+        let has = |variant| {
+            let built = selftests::built(variant, self.paths).unwrap();
+            built.iter().any(|test| test.name() == name)
+        };
+        // A VM of x86_64 shares the file system, and so can run what was built for another kernel.
+        let shares = variant.arch == Arch::X86_64;
+        let found = directory.map_or_else(
+            || has(variant),
+            |directory| {
+                let is_in = |variant| {
+                    has(variant) && directory == selftests::directory_in_vm(variant, self.paths)
+                };
+                is_in(variant) || shares && is_in(Variant::patched(variant.arch))
+            },
+        );
+        found.then_some(Shown::ByHand).ok_or_else(|| {
+            let kernel = variant.name();
+            format!("{program} is neither pagetide nor a selftest in a VM of {kernel}")
+        })
     }
 
     fn cargo_test(&self, arguments: &[&str]) -> Result<Shown, String> {
@@ -365,14 +375,6 @@ mod tests {
             ("cargo xtask no-such-verb", "no-such-verb"),
             ("cargo xtask vm -- no_such_program", "neither pagetide nor"),
             (
-                "cargo xtask vm -- /selftests/kick_vcpus_test",
-                "does not have",
-            ),
-            (
-                "cargo xtask vm --arch arm64 -- target/kernel/x86_64/selftests/kick_vcpus_test",
-                "does not have",
-            ),
-            (
                 "cargo test -p pagetide-pager --test no_such_file",
                 "has no tests/",
             ),
@@ -382,6 +384,18 @@ mod tests {
         ] {
             let found = row(&format!("`{command}`"), "no: why");
             assert!(found.contains(why), "{command}: {found}");
+        }
+        for selftest in [
+            "-- /selftests/kick_vcpus_test",
+            "-- /kick_vcpus_test",
+            "--stock -- kick_vcpus_test",
+            "--arch arm64 -- fault_around_test",
+            "--arch arm64 -- target/kernel/x86_64/selftests/kick_vcpus_test",
+            "--arch arm64 --stock -- /selftests/kick_vcpus_test",
+            "--debug -- target/kernel/x86_64-stock/selftests/memslot_perf_test",
+        ] {
+            let found = row(&format!("`cargo xtask vm {selftest}`"), "no: why");
+            assert!(found.contains("in a VM of"), "{selftest}: {found}");
         }
         assert!(row("B", "no: a measurement").contains("no command has the letter B"));
     }

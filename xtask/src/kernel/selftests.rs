@@ -191,6 +191,13 @@ pub(crate) fn list(arch: Arch, paths: &Paths) -> Result<Vec<Selftest>> {
     Ok(tests)
 }
 
+/// The tests that are built with a kernel.
+pub(crate) fn built(variant: Variant, paths: &Paths) -> Result<Vec<Selftest>> {
+    let mut tests = list(variant.arch, paths)?;
+    tests.retain(|test| !(variant.stock && test.ours));
+    Ok(tests)
+}
+
 fn parse(text: &str) -> Result<Vec<Selftest>> {
     let tests = files::lines(text)
         .map(|line| Selftest::parse(line).with_context(|| format!("{line:?}")))
@@ -225,8 +232,7 @@ pub(crate) fn directory_in_vm(variant: Variant, paths: &Paths) -> PathBuf {
 pub(super) fn build(variant: Variant, paths: &Paths, tree: &Tree, build: &Path) -> Result<()> {
     let out = directory(variant, paths);
     files::fresh_dir(&out)?;
-    let mut tests = list(variant.arch, paths)?;
-    tests.retain(|test| !(variant.stock && test.ours));
+    let tests = built(variant, paths)?;
     for test in &tests {
         if !test.is_in(tree) {
             let (source, directory) = (&test.source, test.suite.directory());
